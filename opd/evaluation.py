@@ -17,7 +17,7 @@ from opd.rollouts.environments import Environment
 from opd.rollouts.rollouter import Play, answers
 
 ROUNDING = 1e-9  # of weighted sums
-FORMER = {"score": "reward", "unjudged": "unrewarded"}  # names in the files of older runs
+FORMER = {"score": "reward", "unjudged": "unrewarded"}  # names in files of older runs
 OnAnswers = Callable[[str, Sequence[Sample], Sequence[RewardResult]], None]
 EVAL_VISIT = -1  # evaluation draws never coincide with a training visit's
 
@@ -32,8 +32,8 @@ class Question:
 class Measures:
     """One domain's result over `n` prompts; `stderr` belongs to `value`.
 
-    An answer is right with full marks and wrong otherwise, also where it brought its reward down. Answers that could not be
-    rewarded for another reason are left out of everything. Where no answer is left, there is no value.
+    An answer is right with full reward and wrong otherwise, or if it made its reward fail. Answers that could not be rewarded
+    for another reason are left out of everything. If none remain, there is no value.
     """
 
     n: int
@@ -44,15 +44,15 @@ class Measures:
     pass_at_k: float | None = None
     pass_at_k_stderr: float | None = None
     k: int = 0
-    unrewarded: int = 0  # answers that could not be rewarded, not for their own sake: left out
+    unrewarded: int = 0  # answers left out: no reward, through no fault of the answer
     length: float = 0.0
-    truncated: float = 0.0  # share cut off at the limit; one that stopped with its last token was not
-    reward: float | None = None  # mean reward as it is, partial credit included
-    failed: int = 0  # answers that brought their reward down: counted as wrong
+    truncated: float = 0.0  # share cut off at the limit; an answer that stops with its last token is not cut
+    reward: float | None = None  # mean reward, partial credit included
+    failed: int = 0  # answers that made their reward fail: counted as wrong
 
     @property
     def value(self) -> float | None:
-        """pass@1: greedy where there is one, else sampled."""
+        """pass@1: greedy if available, else sampled."""
         return self.greedy if self.greedy is not None else self.sampled
 
     @property
@@ -61,7 +61,7 @@ class Measures:
 
     @property
     def partial(self) -> bool:
-        """Whether the mean reward says something that pass@1 does not."""
+        """Whether the mean reward differs from pass@1."""
         return self.reward is not None and self.value is not None and abs(self.reward - self.value) > 1e-9
 
     def to_json(self) -> dict[str, Any]:
@@ -78,9 +78,9 @@ def evaluate(
     reward: Rewarding = verify, on_answers: OnAnswers = lambda domain, samples, results: None,
     environment: Environment | None = None,
 ) -> dict[str, Measures]:  # fmt: skip
-    """Measures a model on every domain: greedily, and with k samples per prompt where k > 0; in its environment, if it has one.
+    """Measures a model on every domain: greedily, with k samples per prompt if k > 0, and in its environment if there is one.
 
-    `on_answers` is told the first answer to every question of a domain and what it was rewarded with.
+    `on_answers` receives the first answer to every question of a domain and its reward.
     """
     runs: dict[str, Sampling] = {}
     if greedy:
@@ -105,7 +105,7 @@ def evaluate(
 
 @dataclass(frozen=True)
 class Played:
-    """`earned`: what an environment gave for its turns."""
+    """`earned`: sum of the environment's turn rewards."""
 
     rollout: Rollout
     earned: float | None = None
@@ -149,7 +149,7 @@ def _rewarded(
     stop_ids: tuple[int, ...],
     reward: Rewarding,
 ) -> tuple[list[list[Sample]], list[list[RewardResult]]]:
-    """Per prompt, the samples and one result for each. What an environment has rewarded is not rewarded again."""
+    """Per prompt, the samples and one result for each. Answers rewarded by an environment are not rewarded again."""
     samples = [
         [
             Sample(question.prompt, response_text(answer.rollout.response_ids, tokenizer, stop_ids))
@@ -160,13 +160,13 @@ def _rewarded(
     earned = [answer.earned for question in asked for answer in answered[question.prompt.id]]
     every = [sample for group in samples for sample in group]
     open_ones = [sample for sample, value in zip(every, earned, strict=True) if value is None]
-    given = iter(reward(open_ones))  # all at once: rewards work in parallel
+    given = iter(reward(open_ones))  # all at once: rewards run in parallel
     results = iter([next(given) if value is None else RewardResult(value) for value in earned])
     return samples, [[next(results) for _ in group] for group in samples]
 
 
 def is_right(result: RewardResult) -> float:
-    """1 right, 0 wrong, NaN could not be rewarded for no fault of the answer."""
+    """1 right, 0 wrong, NaN no reward through no fault of the answer."""
     if result.reward is None:
         return 0.0 if result.by_answer else math.nan
     return float(result.reward >= result.full * (1 - ROUNDING))
@@ -202,7 +202,7 @@ def _mean(marks: np.ndarray) -> float:
 
 
 def pass_at_k(marks: np.ndarray, k: int) -> float:
-    """Chance that at least one of k samples is right, unbiased from n >= k samples: 1 - C(n - c, k) / C(n, k).
+    """Unbiased estimate from n >= k samples that at least one of k is right: 1 - C(n - c, k) / C(n, k).
 
     >>> pass_at_k(np.array([1, 0, 0, 0]), 2)
     0.5
@@ -215,7 +215,7 @@ def pass_at_k(marks: np.ndarray, k: int) -> float:
 
 
 def mean_and_stderr(values: Sequence[float]) -> tuple[float | None, float | None]:
-    """Mean over prompts and its standard error; None where nothing could be rewarded."""
+    """Mean over prompts and its standard error; None if nothing could be rewarded."""
     known = np.asarray([value for value in values if not math.isnan(value)])
     if not known.size:
         return None, None

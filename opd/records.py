@@ -1,7 +1,7 @@
 """The records that travel between sampler, store, teachers and trainer.
 
-Frozen and torch-free; per-token arrays are numpy. A fact rides on the record it belongs to, so there are no
-parallel lists to get out of step. Axis suffixes: T = response tokens, P = prompt tokens, N = rows, D = width.
+Frozen and torch-free; per-token arrays are numpy. Every fact is on the record it belongs to, so no parallel lists
+can get out of step. Axis suffixes: T = response tokens, P = prompt tokens, N = rows, D = width.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ SignalKind = Literal["logprobs_at", "topk", "hidden", "score", "text"]
 
 
 class Author(IntEnum):
-    """Who wrote a response token. Every loss term derives its own mask from this."""
+    """Who wrote a response token. Every loss term derives its mask from this."""
 
     STUDENT = 0
     TEACHER = 1
@@ -32,7 +32,7 @@ class Author(IntEnum):
 
 @dataclass(frozen=True, repr=False)
 class Prompt:
-    """One question. `fields` is read by verifiers, rewards and views: answer, completion, hint, document…
+    """One question. Verifiers, rewards and views read `fields`: answer, completion, hint, document…
 
     >>> Prompt(id="task:addition/train/7", messages=({"role": "user", "content": "add 12+30"},),
     ...        domain="arithmetic", fields={"answer": "42"})  # doctest: +ELLIPSIS
@@ -46,7 +46,7 @@ class Prompt:
     fields: Mapping[str, Any] = field(default_factory=dict)
 
     def __repr__(self) -> str:
-        """One line, whatever it holds."""
+        """One line, whatever the content."""
         said = self.text if self.messages is None else self.messages[-1].get("content") if self.messages else None
         kind = "text" if self.messages is None else f"messages={len(self.messages)}, last"
         facts = "".join(f", {name}={shortened(value)}" for name, value in list(self.fields.items())[:3])
@@ -55,7 +55,7 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Visit:
-    """A prompt and which pass over it this is."""
+    """A prompt, and the number of the pass over it."""
 
     prompt: Prompt
     visit: int
@@ -70,16 +70,16 @@ class Sampling:
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0  # 0: no limit
-    stop_ids: tuple[int, ...] = ()  # all of them are one event
+    stop_ids: tuple[int, ...] = ()  # together one event
     stop_strings: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class SampleRequest:
-    """One rollout to sample. `key` is the 64-bit random key of (seed, prompt, visit, sample): see `sampling.draws`.
+    """One rollout to sample. `key` is the 64-bit random key of (seed, prompt, visit, sample): see `opd.engines.draws`.
 
-    `prefix_ids` are response tokens that exist already: sampling continues after them. Those before `start` are earlier turns,
-    which neither end the answer nor count against its limit.
+    `prefix_ids` are existing response tokens: sampling continues after them. Tokens before `start` are earlier turns; they
+    neither end the answer nor count against its limit.
     """
 
     id: str
@@ -91,7 +91,7 @@ class SampleRequest:
 
 
 class SampledToken(NamedTuple):
-    """One token, as the sampler drew it. Log-probs as in `Rollout`."""
+    """One sampled token. Log-probs as in `Rollout`."""
 
     request_id: str
     token: int
@@ -99,11 +99,11 @@ class SampledToken(NamedTuple):
     logprob_sampled: float
     logprob_stop: float
     version: int
-    author: Author | None = None  # None: whoever the request is for
+    author: Author | None = None  # None: the author that the request is for
 
 
 class TokenColumns(NamedTuple):
-    """Many of them, column by column: arrays, or one value for all. `request_ids`: one for all, or one each."""
+    """Many sampled tokens as columns: arrays, or one value for all. `request_ids`: one for all, or one each."""
 
     request_ids: str | Sequence[str]
     token: np.ndarray
@@ -120,7 +120,7 @@ class Finished(NamedTuple):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Rollout:
-    """A trajectory with everything known about each of its tokens. Ids are exact, never re-tokenised text."""
+    """A trajectory with everything known about each token. Ids are exact, never re-tokenised text."""
 
     id: str
     prompt_id: str
@@ -132,11 +132,11 @@ class Rollout:
     response_ids: np.ndarray  # (T,) int32
     author: np.ndarray  # (T,) uint8, see Author
     logprob: np.ndarray  # (T,) float32, under the policy itself: untempered, full support, stop ids merged
-    logprob_sampled: np.ndarray  # (T,) float32, under the distribution really drawn from (temperature, top-p)
+    logprob_sampled: np.ndarray  # (T,) float32, under the actual sampling distribution (temperature, top-p)
     logprob_stop: np.ndarray  # (T,) float32, of the merged stop event at each position
     version: np.ndarray  # (T,) int32, policy version of each token
-    stop: StopReason | None  # None: not finished, so it may be continued but never trained on
-    group: str = ""  # units an objective must see whole: never split across micro-batches
+    stop: StopReason | None  # None: unfinished; it can be continued, but is never trained on
+    group: str = ""  # rollouts that an objective needs together: never split across micro-batches
     pair: str = ""
     turns: tuple[tuple[int, int], ...] = ()
     extras: Mapping[str, Any] = field(default_factory=dict)
@@ -152,26 +152,26 @@ class Rollout:
 
 @dataclass(frozen=True)
 class SignalNeed:
-    """What a term asks of a teacher. `logprobs_at` without ids means: at the response tokens themselves."""
+    """What a term needs from a teacher. `logprobs_at` without ids means at the response tokens."""
 
     kind: SignalKind
     ids: np.ndarray | None = None
     k: int | None = None
     hidden: Mapping[str, Signal] | None = (
-        None  # what it has said already, by rollout: log-probs follow from hidden states
+        None  # hidden states already computed, by rollout id: log-probs follow from them
     )
 
 
 @dataclass(frozen=True, eq=False)
 class Rendered:
-    """What a teacher reads of a rollout: ids, and where response tokens stand among them, as spans (s0, s1, t0, t1)."""
+    """What a teacher reads of a rollout: ids, and the positions of response tokens in them as spans (s0, s1, t0, t1)."""
 
     ids: np.ndarray  # int32
     spans: tuple[tuple[int, int, int, int], ...]
     view: str = "same"
-    crossed: bool = False  # read with another tokenizer: a span pairs what covers the same bytes, and is one event
+    crossed: bool = False  # another tokenizer: a span pairs tokens that cover the same bytes, and is one event
     cut: int = (
-        0  # response tokens after the spans that are left out because the text was cut: others might have stood there
+        0  # response tokens after the spans, left out because the text was cut: a longer text might tokenise otherwise
     )
 
     @property
@@ -181,7 +181,7 @@ class Rendered:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Signal:
-    """A teacher's answer about one rollout. Missing values are NaN and masked out, never 0.
+    """A teacher's scores for one rollout. Missing values are NaN and masked out, never 0.
 
     `spans` pairs response positions with teacher positions (s0, s1, t0, t1). `values` is (T,) for `logprobs_at`,
     (T, D) for `hidden`; hidden states stay tensors on the teacher's device.
@@ -194,8 +194,8 @@ class Signal:
     spans: tuple[tuple[int, int, int, int], ...]
     values: Any
     mask: np.ndarray  # (T,) bool
-    key: str = ""  # of what was read, where it is kept: `opd.teachers.cached.text_key`
-    crossed: np.ndarray | None = None  # ids of the teacher's tokens in the spans, where its tokenizer is another
+    key: str = ""  # hash of the text that was read, if kept: `opd.teachers.cached.text_key`
+    crossed: np.ndarray | None = None  # ids of the teacher's tokens in the spans, if its tokenizer differs
 
     def __repr__(self) -> str:
         known = f"{int(self.mask.sum())} of {self.mask.size} tokens"
@@ -204,25 +204,23 @@ class Signal:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class TopK:
-    """The likeliest ids at each position, most likely first, at temperature 1. What is missing is id -1, NaN."""
+    """The likeliest ids at each position, most likely first, at temperature 1. Missing entries are id -1, NaN."""
 
     ids: np.ndarray  # (T, K)
     logprobs: np.ndarray  # (T, K)
-    tail: np.ndarray  # (T,) log of the mass outside; NaN: no more is known of it than one minus the sum of the others
-    stop_logprob: (
-        np.ndarray
-    )  # (T,) of all stop ids together, whether they are among the likeliest or not; NaN: not known
+    tail: np.ndarray  # (T,) log of the mass outside the list; NaN: not known beyond one minus the listed sum
+    stop_logprob: np.ndarray  # (T,) of all stop ids together, listed or not; NaN: not known
     fingerprint: str
 
     def __repr__(self) -> str:
         return f"TopK({self.ids.shape[0]} tokens, {self.ids.shape[1]} ids each)"
 
     def rows(self, index: np.ndarray) -> TopK:
-        """At some of the positions."""
+        """Selects positions."""
         return TopK(self.ids[index], self.logprobs[index], self.tail[index], self.stop_logprob[index], self.fingerprint)
 
     def spread(self, mask: np.ndarray) -> TopK:
-        """At the positions where `mask` is true; nothing is known of the others."""
+        """Puts the rows at the positions where `mask` is true; the others are missing."""
         place = np.where(mask, np.cumsum(mask) - 1, self.tail.size)
         nothing = np.full((1, max(self.ids.shape[1], 1)), np.nan, dtype=self.logprobs.dtype)
         alone = TopK(
@@ -232,7 +230,7 @@ class TopK:
 
     @classmethod
     def join(cls, parts: Sequence[TopK]) -> TopK:
-        """One after the other; those that name fewer ids are filled up."""
+        """Concatenates; shorter lists of ids are padded."""
         if not parts:
             return cls(np.zeros((0, 1), np.int64), np.zeros((0, 1)), np.zeros(0), np.zeros(0), "")
         width = max(part.ids.shape[1] for part in parts)
@@ -253,10 +251,7 @@ class TopK:
 
 @dataclass(frozen=True)
 class EnvironmentRecord:
-    """One call to a tool or sandbox and what came back; `order` counts the calls of its rollout.
-
-    Both are plain JSON.
-    """
+    """One call to a tool or sandbox and its result, both plain JSON. `order` counts the calls of a rollout."""
 
     order: int
     call: Any
@@ -265,9 +260,9 @@ class EnvironmentRecord:
 
 @dataclass(frozen=True)
 class RewardResult:
-    """The reward for one sample. None means there is none: the sample is masked and counted, never a zero.
+    """The reward for one sample. None means no reward: the sample is masked and counted, never a zero.
 
-    `by_answer`: the answer itself brought the reward down; an evaluation counts it as wrong. `full`: the least reward
+    `by_answer`: the answer itself made the reward fail; an evaluation counts it as wrong. `full`: the least reward
     that an evaluation counts as right.
     """
 
@@ -281,7 +276,7 @@ class RewardResult:
 
 @dataclass(frozen=True)
 class Sample:
-    """What a reward sees: the prompt and the decoded response (without its stop token)."""
+    """The input of a reward: the prompt and the decoded response (without its stop token)."""
 
     prompt: Prompt
     text: str
@@ -292,7 +287,7 @@ class Sample:
 class WeightsRef:
     """Weights to publish to a sampler: a policy version and its tensors by parameter name (LoRA already merged).
 
-    `adapter`: LoRA's factors by the names of peft's files, for a sampler that takes them by themselves.
+    `adapter`: LoRA factors by their names in peft's files, for samplers that load them separately.
     """
 
     version: int
@@ -301,9 +296,9 @@ class WeightsRef:
 
 
 class TokenSampler(Protocol):
-    """What draws tokens: the built-in engine, or one request at a time. `opd.Sampler` makes rollouts of them.
+    """Draws tokens. `opd.Sampler` turns them into rollouts.
 
-    The built-in ones take requests that come later: while their iterator gives None, there is nothing yet, and it is asked again.
+    Built-in samplers also accept requests that arrive later: an iterator that yields None has none yet and is polled again.
     """
 
     def sample(self, requests: Iterable[SampleRequest]) -> Iterator[SampledToken | Finished]: ...
@@ -312,34 +307,34 @@ class TokenSampler(Protocol):
 
 
 class TeacherLike(Protocol):
-    """What a kind of teacher opens. `opd.teachers.scoring.ScoringTeacher` has what most have in common."""
+    """An open teacher. `opd.teachers.scoring.ScoringTeacher` is the usual base class."""
 
     name: str
     role: str
     offers: frozenset[SignalKind]
-    version: int  # of what it scores with; every signal carries it
+    version: int  # of its weights; stored in every signal
     context: int  # tokens it can read
 
     @property
     def model(self) -> Any:
-        """A `LanguageModel` in this process, which can sample, be mixed in and averaged; None where there is none."""
+        """A `LanguageModel` in this process, for sampling, mixing and averaging; None if there is none."""
 
     def score(
         self, rollouts: Sequence[Rollout], need: SignalNeed, seen: Sequence[Rendered] | None = None
     ) -> list[Signal]:
-        """In the order of the rollouts. `seen`: what it reads of each; without it, what the student read."""
+        """Signals in the order of the rollouts. `seen`: the text it reads for each; default: what the student read."""
 
     def project(self, hidden: Any) -> Any:
-        """Hidden states that it gave, as its distribution (`opd.Projection`)."""
+        """Turns its hidden states into its distribution (`opd.Projection`)."""
 
     def observe(self, step: int, weights: WeightsRef) -> None:
-        """The student after a step."""
+        """Receives the student's weights after a step."""
 
     def state(self) -> Mapping[str, Any]:
-        """Tensors that a checkpoint has to hold; none for a teacher that does not move."""
+        """Tensors to save in a checkpoint; none for a frozen teacher."""
 
     def restore(self, version: int, tensors: Mapping[str, Any]) -> None:
-        """As it was when the checkpoint was saved. The student has been restored already."""
+        """Restores the state of a checkpoint. The student has already been restored."""
 
 
 Rewarding = Callable[[Sequence[Sample]], list[RewardResult]]

@@ -44,7 +44,10 @@ def test_six_started_at_once_have_six_directories(tmp_path: Path) -> None:
             out.mkdir(parents=True)
         processes = [start(log, "run", path, f"seed={seed}", "--out", out) for seed, log in enumerate(logs)]
         assert [ended(process) for process in processes] == [0] * 6, [log.read_text() for log in logs]
-        told = [re.findall(r"^run directory: (.*)$", log.read_text(), re.MULTILINE)[-1] for log in logs]
+        told = [
+            re.findall(r"^run directory: (.*?)(?: \(.* is taken\))?$", log.read_text(), re.MULTILINE)[-1]
+            for log in logs
+        ]
         assert sorted(told) == sorted(str(item) for item in out.parent.iterdir())
         assert len(set(told)) == 6
         for seed, directory in enumerate(told):

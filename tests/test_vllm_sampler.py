@@ -564,13 +564,13 @@ def test_a_load_between_two_tokens_changes_the_rest(servers: list[Server]) -> No
         engine.load(newer)
         events += list(stream)
         tokens = [event for event in events if isinstance(event, SampledToken)]
-        answers = {
+        by_request = {
             name: [event for event in tokens if event.request_id == name] for name in ("r/0", "r/1", "r/2", "r/3")
         }
-        if all(answer[-1].version == newer.version for answer in answers.values()):
+        if all(answer[-1].version == newer.version for answer in by_request.values()):
             break
     for request in requests(4):
-        answer = answers[request.id]
+        answer = by_request[request.id]
         versions = [event.version for event in answer]
         assert versions == sorted(versions)
         assert set(versions) == {older.version, newer.version}

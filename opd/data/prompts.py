@@ -1,5 +1,4 @@
-"""From a row to a prompt, in TRL's convention: `prompt` or `messages`, and beside them completion, answer, system,
-domain.
+"""Rows to prompts, in TRL's convention: `prompt` or `messages`, plus completion, answer, system and domain.
 
 >>> row_prompt({"messages": [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}]},
 ...            "rows/train/0", "sums").fields
@@ -16,13 +15,13 @@ from typing import Any
 from opd.data.rows import BadRow, as_message
 from opd.records import Message, Prompt
 
-TAKEN = ("prompt", "domain", "completion", "system")  # columns with a meaning of their own; others travel in `fields`
-DOMAIN = "domain"  # the column that says who scores a prompt, unless `route` names another
-CHECKABLE = ("answer", "verifier", "cases", "tests", "schema")  # columns that rewards compare with
+TAKEN = ("prompt", "domain", "completion", "system")  # columns with a special meaning; others are kept in `fields`
+DOMAIN = "domain"  # the column that selects a prompt's teacher, unless `route` names another
+CHECKABLE = ("answer", "verifier", "cases", "tests", "schema")  # columns that rewards use
 
 
 def row_prompt(row: Mapping[str, Any], identity: str, domain: str) -> Prompt:
-    """Text stays text, a list of messages is rendered by the chat template. A row that has neither is a `BadRow`."""
+    """The prompt of a row. Text stays text; the chat template renders messages. A row with neither is a `BadRow`."""
     own = {key: value for key, value in row.items() if value is not None}
     content, completion = own.get("prompt"), own.get("completion")
     spoken = content is None and "messages" in own
@@ -49,7 +48,7 @@ def row_prompt(row: Mapping[str, Any], identity: str, domain: str) -> Prompt:
 
 
 def route_value(prompt: Prompt, column: str) -> str:
-    """What a teacher has to be named after, or to list, so that it scores this prompt."""
+    """The value that a teacher must list, or have as its name, to score this prompt."""
     if column == DOMAIN:
         return prompt.domain
     value = prompt.fields.get(column)
@@ -61,7 +60,7 @@ def route_value(prompt: Prompt, column: str) -> str:
 
 
 def renamed(row: Mapping[str, Any], columns: Mapping[str, str]) -> Mapping[str, Any]:
-    """`columns` says where each of our names is found: {"prompt": "question"}."""
+    """Rename a row's columns. `columns`: our name -> the file's name, such as {"prompt": "question"}."""
     if not columns:
         return row
     rest = {key: value for key, value in row.items() if key not in columns.values()}
@@ -79,12 +78,12 @@ def _messages(content: Any, column: str) -> tuple[Message, ...]:
 def _message(message: Any, column: str) -> Message:
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str) or "content" not in message:
         raise BadRow(f"`{column}` must be a list of {{role, content}} messages, got {_short(message)}")
-    found = {key: value for key, value in message.items() if value is not None}  # tables fill up with null
+    found = {key: value for key, value in message.items() if value is not None}  # tables fill missing values with null
     return found | {"content": _content(found, column)}
 
 
 def _content(message: Message, column: str) -> str | None:
-    """Text; a list of text parts is put together; only a call of a tool may come without any."""
+    """The content as text; text parts are joined. Only tool calls may have none."""
     content = message.get("content")
     if isinstance(content, str):
         return content
@@ -98,7 +97,7 @@ def _content(message: Message, column: str) -> str | None:
 
 
 def _conversation(messages: Any) -> tuple[Sequence[Any], str | None]:
-    """What was said up to the last answer, and that answer where it comes last."""
+    """The messages before a final answer, and that answer if the conversation ends with one."""
     found = _messages(messages, "messages")
     if found[-1]["role"] != "assistant" or found[-1]["content"] is None:
         return found, None
@@ -140,11 +139,11 @@ def _short(value: Any) -> str:
     return text if len(text) <= 80 else f"{text[:77]}…"
 
 
-# The question of a prompt, and templates that are filled with texts. What is filled in is never read as a template.
+# --- The question of a prompt, and filling templates with text ---
 
 
 def question(prompt: Prompt) -> str:
-    """The last thing that is asked."""
+    """The last question of a prompt."""
     if prompt.messages is None:
         return prompt.text or ""
     return str(prompt.messages[_last_question(prompt.messages)]["content"])
@@ -160,7 +159,7 @@ def asking(prompt: Prompt, text: str) -> Prompt:
 
 
 def replaced(prompt: Prompt, text: str, other: str) -> Prompt | None:
-    """The same prompt with another text in place of one that stands in it; None: it does not."""
+    """The same prompt with `text` replaced by `other`; None: the prompt does not contain `text`."""
     if prompt.messages is None:
         found = prompt.text or ""
         return replace(prompt, text=found.replace(text, other)) if text in found else None
@@ -178,7 +177,7 @@ def _last_question(messages: Sequence[Message]) -> int:
 
 
 def with_system(messages: Sequence[Message], text: str) -> tuple[Message, ...]:
-    """In front of what the system message says already."""
+    """Messages with `text` as the system message, or before the existing one."""
     if messages and messages[0]["role"] == "system":
         return ({**messages[0], "content": f"{text}\n\n{messages[0]['content']}"}, *messages[1:])
     return ({"role": "system", "content": text}, *messages)
@@ -196,7 +195,7 @@ def fields_of(template: str) -> list[str]:
 
 
 def filled(template: str, values: Mapping[str, str]) -> str:
-    """What is filled in is text and never read as a template."""
+    """Fill in a template. The values are never read as templates."""
     return _FIELD.sub(lambda found: values[found[1]] if found[1] else found[0][0], template)
 
 
@@ -204,5 +203,5 @@ _FIELD = re.compile(r"\{\{|\}\}|\{(\w+)\}")
 
 
 def field_texts(fields: Mapping[str, Any]) -> dict[str, str]:
-    """Fields that hold something that can be written."""
+    """Nonempty fields as text."""
     return {name: str(value) for name, value in fields.items() if value is not None and value != ""}

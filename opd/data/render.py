@@ -1,4 +1,4 @@
-"""Prompts become token ids here, once; from then on only ids travel."""
+"""Converts prompts to token ids, once; later code uses only ids."""
 
 from __future__ import annotations
 
@@ -21,16 +21,14 @@ from opd.common.errors import DataError, ModelError
 from opd.data import template_worker as worker
 from opd.records import Prompt
 
-OTHER = "opd looks whether this is read"  # added to a message, to see whether the template renders it
+OTHER = "opd looks whether this is read"  # appended to a message to test whether the template renders it
 ROLES = {"human": "user", "gpt": "assistant", "bot": "assistant", "model": "assistant", "developer": "system"}
 
 
 def render_prompt(
     prompt: Prompt, tokenizer: Any, template_kwargs: Mapping[str, Any] | None = None, *, whole: bool = False
 ) -> np.ndarray:
-    """(P,) int32. Messages go through the chat template, text is encoded as it is (with the tokenizer's BOS, if
-    any).
-    """
+    """(P,) int32 ids. Messages go through the chat template; text is encoded as it is (with the tokenizer's BOS, if any)."""
     (found,) = render_prompts([prompt], tokenizer, template_kwargs, whole=whole)
     if isinstance(found, DataError):
         raise found
@@ -44,12 +42,12 @@ def render_prompts(
     *,
     whole: bool = False,
 ) -> list[np.ndarray | DataError]:
-    """Many at once, as `render_prompt` would one by one; what cannot be rendered is its error, left to the caller.
+    """Like `render_prompt`, for many prompts. A prompt that cannot be rendered yields its error.
 
-    `whole`: a prompt of which the chat template leaves a message out cannot be used.
+    `whole`: reject prompts with a message that the chat template leaves out.
     """
     found: dict[int, np.ndarray | DataError] = {}
-    read: set[str] = set()  # roles of which the template has rendered a message
+    read: set[str] = set()  # roles that the template renders
     texts: dict[bool, dict[int, str]] = {True: {}, False: {}}  # from messages? -> number -> text
     for number, prompt in enumerate(prompts):
         try:
@@ -80,10 +78,10 @@ def _text(prompt: Prompt, tokenizer: Any, template_kwargs: Mapping[str, Any]) ->
 def _require_whole(
     prompt: Prompt, text: str, tokenizer: Any, template_kwargs: Mapping[str, Any], read: set[str]
 ) -> None:
-    """Refuse a prompt of which the chat template leaves a message out, as most do with roles that they do not know.
+    """Reject a prompt with a message that the chat template leaves out, as most do for unknown roles.
 
-    The first message of each role is changed, to see whether the text changes. Of the others that is asked only where
-    their content is not found in the text as it is.
+    The check changes the first message of each role and tests whether the text changes. Other messages get this check
+    only if their content does not appear in the text verbatim.
     """
     for number, message in enumerate(prompt.messages or ()):
         content, role = message["content"], message["role"]
@@ -101,12 +99,12 @@ def _require_whole(
 
 
 def _changes(prompt: Prompt, number: int, text: str, tokenizer: Any, template_kwargs: Mapping[str, Any]) -> bool:
-    """Whether another content of a message makes another text."""
+    """Whether changing the content of a message changes the text."""
     messages = list(prompt.messages or ())
     messages[number] = {**messages[number], "content": f"{messages[number]['content']} {OTHER}"}
     try:
         return _text(replace(prompt, messages=tuple(messages)), tokenizer, template_kwargs) != text
-    except DataError:  # the template reads it, and asks for something else
+    except DataError:  # the template reads the message, but rejects this content
         return True
 
 
@@ -118,7 +116,7 @@ def _ids(prompt: Prompt, ids: list[int], tokenizer: Any) -> np.ndarray | DataErr
 
 
 def _open(prompt: Prompt, ids: list[int], tokenizer: Any) -> list[int]:
-    """Some tokenizers close a text; a prompt is to be continued."""
+    """Remove the end-of-sequence id that some tokenizers append: a prompt must stay open."""
     closed = prompt.messages is None and len(ids) > 1 and ids[-1] == tokenizer.eos_token_id
     return ids[:-1] if closed else ids
 
@@ -130,10 +128,10 @@ def render_completion(
     stop_ids: tuple[int, ...],
     template_kwargs: Mapping[str, Any] | None = None,
 ) -> tuple[np.ndarray, bool]:
-    """The dataset's own answer as ids ending in a stop id, cut at `max_tokens`; and whether it was cut.
+    """The dataset's answer as ids that end with a stop id, cut at `max_tokens`; and whether it was cut.
 
-    The ids are those that the answer has behind its prompt: encoded alone it may begin with another token, such as one
-    that stands for the space before a first word.
+    The answer is encoded after its prompt: encoded alone, it may begin with a different token, such as one that includes
+    a leading space.
     """
     completion = prompt.fields.get("completion")
     if not completion:
@@ -149,14 +147,14 @@ def render_completion(
 def ids_behind(
     prompt: Prompt, answer: str, tokenizer: Any, template_kwargs: Mapping[str, Any] | None = None
 ) -> list[int]:
-    """An answer's ids behind its prompt, without a stop id."""
+    """An answer's ids after its prompt, without a stop id."""
 
     def encode(text: str) -> list[int]:
         ids = tokenizer(text, add_special_tokens=prompt.messages is None)["input_ids"]
         return _open(prompt, ids, tokenizer)
 
     ids = _behind(_text(prompt, tokenizer, template_kwargs or {}), answer, encode)
-    if ids is None:  # prompt and answer share a token: the prompt keeps its ids, and the answer begins a line
+    if ids is None:  # prompt and answer share a token: keep the prompt's ids, and encode the answer as after a newline
         ids = _behind("\n", answer, lambda text: tokenizer(text, add_special_tokens=False)["input_ids"])
     if ids is None:
         ids = tokenizer(answer, add_special_tokens=False)["input_ids"]
@@ -164,7 +162,7 @@ def ids_behind(
 
 
 def _behind(before: str, after: str, encode: Callable[[str], list[int]]) -> list[int] | None:
-    """The ids of `after` in the joint text, if they begin where those of `before` end."""
+    """The ids of `after` in the joint text; None if no token boundary separates it from `before`."""
     first, both = encode(before), encode(before + after)
     return both[len(first) :] if both[: len(first)] == first else None
 
@@ -175,13 +173,15 @@ def response_text(ids: np.ndarray, tokenizer: Any, stop_ids: tuple[int, ...]) ->
     return str(tokenizer.decode(ids[:end].tolist(), skip_special_tokens=True))
 
 
-# Chat templates are programs that come with a model: they are rendered by a process that has no more time and memory than they need.
+# --- Rendering chat templates in a process with limited time and memory ---
+#
+# Templates are programs that come with a model.
 
 
-TRIES = 2  # processes for one rendering, if something else ends the first one
+TRIES = 2  # processes per rendering, in case the first one is ended from outside
 PATIENCE = 1.0  # seconds for a process to end by itself
 
-# What rendering a chat template is given by us, or would do with text that is still to be encoded.
+# Template arguments that opd sets, or that apply to the encoding of the text.
 RESERVED_KWARGS = frozenset(
     [
         "conversation",
@@ -202,7 +202,7 @@ RESERVED_KWARGS = frozenset(
 
 
 def render(prompt: str, messages: Sequence[Mapping[str, Any]], tokenizer: Any, arguments: Mapping[str, Any]) -> str:
-    """The conversation as text, ready for the answer. `prompt` is the name that errors give."""
+    """The conversation as text, ready for the answer. `prompt`: its id, for error messages."""
     clash = sorted(RESERVED_KWARGS & arguments.keys())
     if clash:
         raise DataError(f"chat_template_kwargs: {clash[0]!r} is set by opd and cannot be given. Remove it.")
@@ -214,7 +214,7 @@ def render(prompt: str, messages: Sequence[Mapping[str, Any]], tokenizer: Any, a
             raise DataError(f"chat_template_kwargs: {name} must be a list of mappings, got {entries!r:.200}.")
     try:
         source = tokenizer.get_chat_template(tools=arguments.get("tools"))
-    except ValueError as error:  # several, and none of them is the default
+    except ValueError as error:  # several templates without a default
         raise ModelError(f"the tokenizer's chat template cannot be chosen: {str(error).splitlines()[0]}") from None
     given = {"tools": None, "documents": None, **tokenizer.special_tokens_map, **arguments}
     try:
@@ -225,7 +225,7 @@ def render(prompt: str, messages: Sequence[Mapping[str, Any]], tokenizer: Any, a
             "Write it as text."
         ) from None
     status, said = _process().render(source, variables)
-    if status == worker.TEMPLATE:  # no error of this row alone: the next ones would end alike
+    if status == worker.TEMPLATE:  # not specific to this row: other rows would fail too
         raise ModelError(f"prompt {prompt!r}: the tokenizer's chat template {said}. Repair it, or give text prompts.")
     if status == worker.ROW:
         raise DataError(
@@ -236,7 +236,7 @@ def render(prompt: str, messages: Sequence[Mapping[str, Any]], tokenizer: Any, a
 
 
 def _plain(value: Any) -> Any:
-    """What can be sent to another process as it is: JSON's values, and tuples."""
+    """Convert to values that can be sent to another process: JSON's values, and tuples."""
     if value is None or type(value) in (str, int, float, bool):
         return value
     if isinstance(value, Mapping):
@@ -251,14 +251,14 @@ def _plain(value: Any) -> Any:
 
 
 class _Process:
-    """One that renders, begun when it is first needed. It ends with this process, or when a template breaks a bound."""
+    """A rendering process, started on first use. It ends with this process, or when a template exceeds a limit."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._running: subprocess.Popen[bytes] | None = None
 
     def render(self, source: str, variables: Any) -> tuple[bytes, str]:
-        """A status and what goes with it, as `template_worker` defines them."""
+        """A status, and the text or error that belongs to it, as defined in `template_worker`."""
         request = marshal.dumps((source, variables))
         with self._lock:
             for _ in range(TRIES):
@@ -277,7 +277,7 @@ class _Process:
         return worker.TEMPLATE, f"ended the process that renders it ({code})"
 
     def _ask(self, process: subprocess.Popen[bytes], request: bytes) -> tuple[bytes, str] | None:
-        """None: it ended without a reply."""
+        """The reply; None: the process ended without one."""
         assert process.stdin is not None
         assert process.stdout is not None
         try:
@@ -293,12 +293,12 @@ class _Process:
         return (head[:1], said.decode()) if len(said) == size else None
 
     def _end(self) -> int:
-        """How it ended."""
+        """End the process; return its exit status."""
         process, self._running = self._running, None
         assert process is not None
         for pipe in (process.stdin, process.stdout):
             assert pipe is not None
-            with contextlib.suppress(BrokenPipeError):  # of a request that it did not read
+            with contextlib.suppress(BrokenPipeError):  # the request was not read
                 pipe.close()
         try:
             return process.wait(PATIENCE)
@@ -319,11 +319,11 @@ def _begin() -> subprocess.Popen[bytes]:
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
-        start_new_session=True,  # Ctrl-C is for this process
+        start_new_session=True,  # Ctrl-C goes only to the parent
     )
 
 
-_processes: dict[int, _Process] = {}  # by the process that began it: a fork begins its own
+_processes: dict[int, _Process] = {}  # by the pid that started it: a fork starts its own
 
 
 def _process() -> _Process:

@@ -1,12 +1,12 @@
-"""Rows of files and datasets, read when asked for: what is kept is where each begins, not what is in it.
+"""Rows of files and datasets, read on demand: only the position of each row is kept in memory.
 
-.jsonl .json .csv .tsv    UTF-8 text, with or without a BOM, also as .gz; a .json file is an array or one row a line;
-                          cells may be separated by commas, semicolons, tabs or bars
-.parquet                  through pyarrow
-a folder                  what `save_to_disk` wrote, or the files of one split
+.jsonl .json .csv .tsv    UTF-8 text, with or without a BOM, also as .gz; a .json file is an array or has one row per
+                          line; cells may be separated by commas, semicolons, tabs or bars
+.parquet                  read with pyarrow
+a folder                  the output of `save_to_disk`, or the files of one split
 anything else             a dataset on the Hugging Face hub
 
-A row that cannot be read is a `BadRow`; those around it are none the worse for it.
+A row that cannot be read is a `BadRow`; other rows are not affected.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ from opd.common.text import first_line
 from opd.records import Prompt
 
 Row = Mapping[str, Any]
-BLOCK = 1024  # rows of a table turned into Python at a time
+BLOCK = 1024  # table rows converted to Python at a time
 BOM = b"\xef\xbb\xbf"
 DELIMITERS = ",;\t|"  # between the cells of a .csv or .tsv file
 
 
 class Rows(Protocol):
-    files: list[Path]  # what is read, on this disk
+    files: list[Path]  # local files that are read
     fingerprint: str | None  # of a hub dataset
 
     def __len__(self) -> int: ...
@@ -54,10 +54,10 @@ class Rows(Protocol):
     def __getitem__(self, index: int) -> Row: ...
 
     def each(self) -> Iterator[Row | BadRow]:
-        """All of them, in order; faster than one by one."""
+        """All rows in order; faster than indexing them."""
 
     def place(self, index: int) -> str:
-        """Where a row stands, as an editor counts."""
+        """Position of a row, numbered as in an editor."""
 
 
 def one_by_one(rows: Rows) -> Iterator[Row | BadRow]:
@@ -69,12 +69,12 @@ def one_by_one(rows: Rows) -> Iterator[Row | BadRow]:
 
 
 class TextRows:
-    """A file with a row per line (or per CSV record): byte offsets and line numbers are kept."""
+    """A file with one row per line or CSV record. Keeps byte offsets and line numbers."""
 
     fingerprint: str | None = None
 
     def __init__(self, path: Path, parse: Callable[[bytes], Row], bounds: array[int], lines: array[int]) -> None:
-        """`bounds`: where each row begins and ends, one after the other."""
+        """`bounds`: start and end of each row, alternating."""
         self.files = [path]
         self._parse, self._bounds, self._lines = parse, bounds, lines
         self._unpacked = read_packed(path) if path.suffix == ".gz" else None
@@ -107,7 +107,7 @@ def _facts(handle: int) -> tuple[int, int]:
 
 
 class ListRows:
-    """Rows that are all in memory: of a JSON array, or made by a program. The latter are known by their content."""
+    """Rows in memory: from a JSON array or a program. Rows from a program have a fingerprint of their content."""
 
     def __init__(self, values: Sequence[Any], path: Path | None = None) -> None:
         self.files, self._values = [] if path is None else [path], values
@@ -129,7 +129,7 @@ class ListRows:
 
 
 class TableRows:
-    """An Arrow table: compact in memory, turned into Python row by row. NaN is how tables say: nothing there."""
+    """An Arrow table: compact in memory, converted to Python on access. NaN stands for a missing value."""
 
     def __init__(self, files: list[Path], table: Any, fingerprint: str | None = None) -> None:
         self.files, self._table, self.fingerprint = files, table, fingerprint
@@ -206,7 +206,7 @@ def _digest(values: Sequence[Any]) -> str:
     return hashlib.sha256(json.dumps(values, sort_keys=True, default=str).encode()).hexdigest()
 
 
-# Opening
+# --- Opening files and datasets ---
 
 
 def on_disk(name: str) -> bool:
@@ -215,14 +215,14 @@ def on_disk(name: str) -> bool:
 
 
 def looks_local(name: str) -> bool:
-    """Whether a name is that of a file or folder, there or not. Else it is one on the hub: `name` or `owner/name`."""
+    """Whether a name denotes a file or folder, existing or not. Otherwise it is on the hub: `name` or `owner/name`."""
     path = Path(os.path.expanduser(name))
     written = path.is_absolute() or name.startswith(("~", "./", "../")) or name.count("/") > 1
     return written or kind_of(path) is not None or on_disk(name)
 
 
 def open_rows(name: str, split: str) -> Rows:
-    """Of a file, a folder, or a dataset on the hub."""
+    """Open a file, a folder, or a dataset on the hub."""
     if looks_local(name):
         return open_local(name, split)
 
@@ -245,7 +245,7 @@ def open_local(name: str, split: str) -> Rows:
 
 
 def local_files(name: str) -> list[Path]:
-    """The file itself, or every file of a folder; none for what is not on this disk."""
+    """The file itself, or every file of a folder; empty if the name is not on this disk."""
     path = Path(os.path.expanduser(name))
     if is_file(path):
         return [path]
@@ -253,7 +253,7 @@ def local_files(name: str) -> list[Path]:
 
 
 def kind_of(path: Path) -> str | None:
-    """`.jsonl` for rows.jsonl and rows.jsonl.gz; None: not a kind of file with rows."""
+    """`.jsonl` for rows.jsonl and rows.jsonl.gz; None: not a supported file type."""
     suffixes = [suffix.lower() for suffix in path.suffixes]
     packed = suffixes[-1:] == [".gz"]
     kind = suffixes[-2] if packed and len(suffixes) > 1 else suffixes[-1] if suffixes else None
@@ -278,7 +278,7 @@ def read_packed(path: Path) -> bytes:
 
 
 def _binary(path: Path) -> BinaryIO:
-    """At the first byte behind a BOM."""
+    """Open a file at the first byte after a BOM."""
     file: BinaryIO = io.BytesIO(read_packed(path)) if path.suffix == ".gz" else path.open("rb")
     head = file.read(3)
     if head[:2] in (b"\xff\xfe", b"\xfe\xff"):
@@ -314,22 +314,22 @@ def _json(path: Path) -> Rows:
 
 
 def _require_rows(file: BinaryIO) -> None:
-    """One object that holds the rows under a key is not one row a line."""
+    """Reject a file that is one object with the rows under a key, instead of one row per line."""
     line = file.readline()
-    rest = file.read() if line.strip() == b"{" else file.read(1)  # an object written over several lines
+    rest = file.read() if line.strip() == b"{" else file.read(1)  # the object spans several lines
     try:
         first = json_row(line + rest)
     except BadRow:
-        return  # one row a line, or told when it is read
+        return  # one row per line; a bad row is reported when it is read
     inner = [key for key, value in first.items() if isinstance(value, list) and value and isinstance(value[0], dict)]
     if inner and not {*ASKED} & first.keys():
         raise BadRow(f"one object, with rows under {inner[0]!r}; save that list alone, or one row a line")
 
 
 def _csv(path: Path, usual: str) -> TextRows:
-    """Records may span lines: the reader says where one ends.
+    """Records may span lines, so the CSV reader finds where each one ends.
 
-    Bytes that are not UTF-8 do not hide quotes or line ends. `usual`: the delimiter, unless the header shows another.
+    Bytes that are not UTF-8 do not hide quotes or line ends. `usual`: the default delimiter; the header may show another.
     """
     bounds, numbers = array("q"), array("q")
     with _binary(path) as file:
@@ -374,13 +374,16 @@ def _csv(path: Path, usual: str) -> TextRows:
 
 
 def _delimiter(file: BinaryIO, usual: str) -> str:
-    """The usual one, unless it leaves the header in one piece, or hides the column of the prompts, and another does not."""
+    """The delimiter of a file, from its header.
+
+    A delimiter that yields a prompt column wins. Otherwise it is `usual`, unless only another one splits the header.
+    """
     line = next((line for line in file if line.strip()), b"").decode("utf-8", errors="replace").strip("\r\n")
     found = {}
     for delimiter in dict.fromkeys(usual + DELIMITERS):
         try:
             found[delimiter] = csv_cells(line.encode(), delimiter)
-        except BadRow:  # cells that go on in the next line, for one
+        except BadRow:  # for example, a cell that continues on the next line
             return usual
     naming = [delimiter for delimiter, cells in found.items() if {*ASKED} & {*cells}]
     if naming:
@@ -389,7 +392,7 @@ def _delimiter(file: BinaryIO, usual: str) -> str:
 
 
 def _filled(file: BinaryIO, bounds: array[int], index: int) -> bool:
-    """Whether anything stands in a record; only short ones can be blank lines."""
+    """Whether a record has content. Only short records can be blank lines."""
     start, end = bounds[2 * index], bounds[2 * index + 1]
     if end - start > 2:
         return True
@@ -422,7 +425,7 @@ READERS: dict[str, Callable[[Path], Rows]] = {
 }
 
 
-# Datasets that are more than one file: folders, and the Hugging Face hub.
+# --- Datasets of several files: folders and the Hugging Face hub ---
 
 
 SPLITS = {
@@ -431,12 +434,13 @@ SPLITS = {
     "validation": ("validation", "valid", "val", "dev"),
 }
 MANY_FILES = 100_000
-SAVED = ("dataset_info.json", "dataset_dict.json", "dataset_infos.json", "state.json")  # facts about rows, not rows
+SAVED = ("dataset_info.json", "dataset_dict.json", "dataset_infos.json", "state.json")  # metadata without rows
 
 
 def open_folder(path: Path, split: str) -> Rows:
-    """What `save_to_disk` wrote, or every file of one split: train.jsonl, data/train-00000-of-00002.parquet,
-    test/a.csv.
+    """Open the output of `save_to_disk`, or all files of one split.
+
+    Examples of split files: train.jsonl, data/train-00000-of-00002.parquet, test/a.csv.
     """
     if (path / "dataset_dict.json").is_file() or (path / "state.json").is_file():
         return _saved(path, split)
@@ -452,14 +456,14 @@ def open_folder(path: Path, split: str) -> Rows:
 
 
 def _data_files(path: Path) -> list[Path]:
-    """Of one kind: two kinds side by side are likely the same rows twice."""
+    """Files of a single type: two types in one folder are likely the same rows twice."""
     found: dict[str, list[Path]] = {}
     for file in sorted(_visible_files(path)):
         kind = kind_of(file)
         if kind is not None and file.is_file() and file.name not in SAVED:
             found.setdefault(kind, []).append(file)
     if len(found) > 1:
-        found.pop(".json", None)  # beside other files most likely settings
+        found.pop(".json", None)  # next to other file types, .json files are most likely settings
     if not found:
         raise DataError(f"prompts {str(path)!r}: no files with rows in this folder ({', '.join(READERS)}).")
     if len(found) > 1:
@@ -472,7 +476,7 @@ def _data_files(path: Path) -> list[Path]:
 
 
 def _visible_files(path: Path) -> list[Path]:
-    """All below the folder that is not hidden; a whole disk is no dataset."""
+    """All files below the folder that are not hidden, up to `MANY_FILES`."""
 
     def refuse(error: OSError) -> None:
         raise DataError(f"prompts {str(path)!r}: {error.filename!r} cannot be read ({error.strerror}).") from None
@@ -489,7 +493,7 @@ def _visible_files(path: Path) -> list[Path]:
 
 
 def _split_of(file: Path) -> str:
-    """By the words of its path, the file's own name first; "" where there is none."""
+    """Split named by a word of the path, starting with the file's own name; "" if there is none."""
     for part in reversed(file.parts):
         words = re.split(r"[^a-z]+", part.lower())
         for split, names in SPLITS.items():
@@ -531,7 +535,7 @@ def open_hub(name: str, split: str) -> Rows:
 
 
 def _cached(datasets: Any, name: str) -> bool:
-    """Something of it is here already."""
+    """Whether part of the dataset is cached locally."""
     from huggingface_hub import constants
 
     def letters(text: str) -> str:  # `MetaMath` is stored as meta_math
@@ -554,18 +558,20 @@ def _datasets(name: str) -> Any:
 
 
 def _table(dataset: Any) -> Any:
-    """The Arrow table beneath, memory-mapped; a dataset that was shuffled or filtered is put in its order first."""
+    """The underlying Arrow table, memory-mapped. A shuffled or filtered dataset is reordered first."""
     return (dataset.flatten_indices() if dataset._indices is not None else dataset).data.table
 
 
-# One row of text, read strictly: what cannot be read as it was meant is a `BadRow` that says why.
+# --- Parsing one row strictly ---
+#
+# A row that is ambiguous or malformed raises `BadRow` with the reason.
 
 
-DEPTH = 100  # levels of nesting; what reads rows later on recurses
+DEPTH = 100  # levels of nesting; later code reads rows recursively
 
 
 class BadRow(DataError):
-    """A row that cannot be used. Its text is the reason alone; whoever knows the place adds it."""
+    """A row that cannot be used. Its text is the reason; the caller adds the place."""
 
 
 def text_of(data: bytes) -> str:
@@ -589,7 +595,7 @@ def object_of(value: Any) -> Mapping[str, Any]:
 
 
 def json_value(text: str) -> Any:
-    """JSON without what other readers take differently: keys that come twice, NaN, numbers and nesting without end."""
+    """Parse JSON, and reject what readers treat differently: duplicate keys, NaN, huge numbers and deep nesting."""
     try:
         value = _DECODER.decode(text)
     except BadRow:
@@ -597,7 +603,7 @@ def json_value(text: str) -> Any:
     except json.JSONDecodeError as error:
         where = f"line {error.lineno}, column {error.colno}" if "\n" in text else f"column {error.colno}"
         raise BadRow(f"not valid JSON ({error.msg}, {where})") from None
-    except ValueError:  # int() takes 4,300 digits
+    except ValueError:  # int() accepts at most 4,300 digits
         raise BadRow("holds a whole number of more than 4,300 digits; write it as text") from None
     except RecursionError:
         raise BadRow(f"nested more than {DEPTH} levels deep") from None
@@ -609,7 +615,7 @@ def json_value(text: str) -> Any:
 
 
 def require_text(value: Any) -> None:
-    """JSON can spell half of a surrogate pair, which no tokenizer and no file takes."""
+    """Reject half a surrogate pair: JSON can express it, but tokenizers and files cannot."""
     try:
         json.dumps(value, ensure_ascii=False).encode("utf-8")
     except UnicodeEncodeError as error:
@@ -660,25 +666,25 @@ def csv_cells(data: bytes, delimiter: str) -> list[str]:
 
 
 def csv_row(data: bytes, delimiter: str, header: Sequence[str]) -> Mapping[str, Any]:
-    """Cells by column; an empty cell is a value that is not there."""
+    """Cells by column; an empty cell is a missing value."""
     cells = csv_cells(data, delimiter)
     if len(cells) != len(header):
         raise BadRow(f"has {len(cells)} cells, and the header has {len(header)}")
     return {name: cell or None for name, cell in zip(header, cells, strict=True) if name}
 
 
-# Rows in the layouts of other frameworks, put into our columns: ShareGPT, Alpaca and verl.
+# --- Converting rows of other frameworks to our columns: ShareGPT, Alpaca and verl ---
 #
 # ShareGPT    `conversations` or `messages`: a list of {from, value}
-# Alpaca      `instruction`, `input`, `output`, and perhaps `history`
+# Alpaca      `instruction`, `input`, `output`, and optionally `history`
 # verl        `prompt`, and the answer in `reward_model.ground_truth`; `data_source` is the domain
 #
 # >>> as_ours({"instruction": "Add.", "input": "2+2", "output": "4"}, None)["prompt"]
 # [{'role': 'user', 'content': 'Add.\n\n2+2'}]
 
 
-ASKED = ("prompt", "messages", "conversations", "instruction")  # columns that hold what is asked
-SPEAKERS = {  # what ShareGPT calls those who speak -> the role that chat templates read
+ASKED = ("prompt", "messages", "conversations", "instruction")  # columns that hold the question
+SPEAKERS = {  # ShareGPT's speaker -> role in chat templates
     **dict.fromkeys(("human", "user"), "user"),
     **dict.fromkeys(("gpt", "chatgpt", "assistant", "bot", "model"), "assistant"),
     "system": "system",
@@ -687,7 +693,7 @@ SPEAKERS = {  # what ShareGPT calls those who speak -> the role that chat templa
 
 
 def as_ours(row: Mapping[str, Any], domain: str | None) -> Mapping[str, Any]:
-    """The same row in our columns. `domain` is the one that the recipe gives its source, which counts for every row."""
+    """The same row in our columns. `domain`: set by the recipe for the source; it applies to every row."""
     if row.get("prompt") is None and row.get("messages") is None:
         if row.get("conversations") is not None:
             rest = {key: value for key, value in row.items() if key not in ("conversations", "messages")}
@@ -699,7 +705,7 @@ def as_ours(row: Mapping[str, Any], domain: str | None) -> Mapping[str, Any]:
 
 
 def as_message(message: Any) -> Any:
-    """ShareGPT's {from, value} as {role, content}; anything else as it is."""
+    """Convert ShareGPT's {from, value} to {role, content}; return anything else unchanged."""
     if not isinstance(message, Mapping) or "role" in message or not {"from", "value"} <= message.keys():
         return message
     speaker = message["from"]
@@ -726,7 +732,7 @@ def _alpaca(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _history(turns: Any) -> Sequence[Any]:
-    """Earlier questions with their answers."""
+    """Earlier questions with their answers, validated."""
     found = turns or []
     if not isinstance(found, list) or not all(isinstance(turn, Sequence) and len(turn) == 2 for turn in found):
         raise BadRow(f"`history` must be a list of [question, answer], got {str(turns)[:80]!r}")
@@ -734,7 +740,7 @@ def _history(turns: Any) -> Sequence[Any]:
 
 
 def _verl(row: Mapping[str, Any], reward: Mapping[str, Any], domain: str | None) -> dict[str, Any]:
-    """What verl's columns say, where ours say nothing."""
+    """Values of verl's columns for those of ours that are missing."""
     found: dict[str, Any] = {}
     truth, source = reward.get("ground_truth"), row.get("data_source")
     if row.get("answer") is None and isinstance(truth, (str, int, float)):
@@ -744,14 +750,15 @@ def _verl(row: Mapping[str, Any], reward: Mapping[str, Any], domain: str | None)
     return found
 
 
-# Rows that a program has in memory, as the text of `.jsonl` files: a run keeps them in its directory, so resuming
-# needs no more.
+# --- Writing in-memory rows as `.jsonl` text ---
+#
+# A run stores this text in its directory, so it can resume without the program's rows.
 
 
 def jsonl(rows: Any, what: str = "prompts") -> str:
-    """One line a row.
+    """One line per row.
 
-    Rows are mappings with a `prompt`, plain texts, or `Prompt`s; a `datasets.Dataset` is such rows, too.
+    Rows are mappings with a `prompt`, plain texts, or `Prompt`s; a `datasets.Dataset` works too.
     """
     if isinstance(rows, (str, bytes, Mapping, Prompt)) or not isinstance(rows, Iterable):
         raise DataError(f"{what}: expected a list of rows, got {type(rows).__name__}. Give [{{'prompt': …}}, …].")
@@ -762,11 +769,11 @@ def jsonl(rows: Any, what: str = "prompts") -> str:
 
 
 def by_domain(prompts: Any) -> Iterator[tuple[str | None, str]]:
-    """(domain, the text of its file) of a list of rows, which has no domain of its own, or of `{domain: rows}`."""
+    """(domain, `.jsonl` text) for a list of rows, which has no domain, or for each entry of `{domain: rows}`."""
     if not isinstance(prompts, Mapping):
         yield None, jsonl(prompts)
         return
-    if "datasets" in sys.modules:  # else it is none
+    if "datasets" in sys.modules:  # otherwise it cannot be a DatasetDict
         from datasets import DatasetDict
 
         if isinstance(prompts, DatasetDict):
@@ -800,7 +807,7 @@ def _line(row: Any, place: str) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """What tables hold in place of Python's own numbers and lists."""
+    """Convert numpy numbers and arrays from tables to Python's own."""
     if isinstance(value, np.generic):
         return value.item()
     if isinstance(value, np.ndarray):

@@ -1,8 +1,8 @@
-"""How the prompts of a step are divided among domains: as the recipe says, or by what each of them still needs. No torch here.
+"""How a step's prompts are divided among domains: by fixed shares, or by what each domain still needs. No torch here.
 
-Long answers bring most of the tokens that are trained on, so domains with short ones starve; and one that is learnt needs no more.
-A rule turns what was seen of the domains so far into a factor for each one's share. What it goes by is kept with the order of the
-prompts, in every checkpoint: a run that is resumed divides them as it would have.
+Long answers provide most training tokens, so domains with short answers get few; and a domain that is learnt needs no
+more. A rule turns the statistics of the domains so far into a factor for each domain's share. Checkpoints store these
+statistics along with the prompt order, so a resumed run divides the prompts the same way.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ if TYPE_CHECKING:
     from opd.registry import StageView
 
 
-AHEAD = 8  # steps in which `tokens` means to pay back what a domain is owed
+AHEAD = 8  # steps in which `tokens` aims to make up a domain's deficit
 
 
 @dataclass
 class DomainRecord:
-    """What is known of a domain; None: nothing yet."""
+    """Statistics of a domain; None: not known yet."""
 
-    length: float | None = None  # tokens of an answer, smoothed
+    length: float | None = None  # tokens per answer, smoothed
     kl: float | None = None  # nats per token between student and teacher, smoothed
     tokens: int = 0  # of all answers so far
-    recent: float = 0.0  # tokens of a step, smoothed
-    gap: float | None = None  # the teacher's score less the student's, at the newest evaluation
+    recent: float = 0.0  # tokens per step, smoothed
+    gap: float | None = None  # the teacher's score minus the student's, at the latest evaluation
 
 
 @dataclass(frozen=True)
 class DomainSeen:
-    """What a step showed of a domain."""
+    """Statistics of a domain from one step."""
 
     answers: int
     tokens: int
@@ -45,14 +45,14 @@ class DomainSeen:
 
 
 class Shares(Choice):
-    """A rule. `prompts.N.share` says what it starts from."""
+    """A rule for the domains' shares, starting from `prompts.N.share`."""
 
     family = "shares"
-    steers: ClassVar[bool]  # whether shares change on the way
+    steers: ClassVar[bool]  # whether shares change during the run
 
 
 class StaticShares(Shares):
-    """As the recipe says."""
+    """Uses the recipe's fixed shares."""
 
     name = "static"
     by_default = True
@@ -60,7 +60,7 @@ class StaticShares(Shares):
 
 
 class SteeredShares(Shares):
-    """By what was seen of the domains so far."""
+    """Base of rules that adapt shares to the statistics of the domains."""
 
     steers = True
     smoothing: float = Field(0.8, ge=0, lt=1, description="weight of earlier steps in what is known of a domain")
@@ -68,7 +68,7 @@ class SteeredShares(Shares):
 
     @abstractmethod
     def factors(self, records: Mapping[str, DomainRecord], static: Mapping[str, float]) -> dict[str, float]:
-        """What each domain's share is multiplied with, up to a common factor; domains that nothing is known of are left out."""
+        """Factor of each domain's share, up to a common factor. Domains without data are left out."""
         raise NotImplementedError
 
     def refuse(self, view: StageView) -> Iterable[str]:
@@ -82,7 +82,7 @@ class SteeredShares(Shares):
 
 
 class TokenShares(SteeredShares):
-    """The tokens trained on so far come to be divided as the recipe divides prompts: who has had fewer gets more."""
+    """Makes the tokens trained on so far match the recipe's shares: domains with fewer tokens get more prompts."""
 
     name = "tokens"
 
@@ -95,7 +95,7 @@ class TokenShares(SteeredShares):
 
 
 class LengthShares(SteeredShares):
-    """By how long answers are: to the power -1, every domain gets the same tokens per step for the same share."""
+    """By answer length: with power -1, domains with equal shares get equal tokens per step."""
 
     name = "length"
     power: float = Field(-1.0, ge=-4, le=4, description="of the mean length; below 0 short answers get more prompts")
@@ -105,7 +105,7 @@ class LengthShares(SteeredShares):
 
 
 class GapShares(SteeredShares):
-    """By how far the student is behind its teachers."""
+    """By how far the student scores below its teachers."""
 
     name = "gap"
     of: Literal["kl", "score"] = Field("kl", description="nats per token, or what evaluation says of both")
@@ -127,7 +127,7 @@ class GapShares(SteeredShares):
 
 
 class ShareKeeper:
-    """What a rule goes by, and the shares that follow from it. `static`: domain -> the recipe's share."""
+    """The statistics for a rule, and the resulting shares. `static`: domain -> the recipe's share."""
 
     def __init__(self, rule: Shares, static: Mapping[str, float]) -> None:
         assert isinstance(rule, SteeredShares)
@@ -136,7 +136,7 @@ class ShareKeeper:
         self._records = {domain: DomainRecord() for domain in static}
 
     def observe(self, seen: Mapping[str, DomainSeen]) -> None:
-        """What the step that has ended showed."""
+        """Add the statistics of a finished step."""
         for domain, found in seen.items():
             record = self._records[domain]
             record.length = self._smooth(record.length, found.tokens / found.answers)
@@ -145,16 +145,16 @@ class ShareKeeper:
             record.tokens += found.tokens
 
     def shares(self, gaps: Mapping[str, float]) -> dict[str, float]:
-        """Of every domain in the next step; `gaps`: the teacher's score less the student's, where both are known."""
+        """Shares of every domain in the next step. `gaps`: the teacher's score minus the student's, if both are known."""
         for domain, gap in gaps.items():
             if domain in self._records:
                 self._records[domain].gap = gap
         factors = self._rule.factors(self._records, self._static)
         known = sum(self._static[domain] for domain in factors)
         wanted = sum(self._static[domain] * factor for domain, factor in factors.items())
-        if wanted <= 0:  # nothing is known yet, or nobody needs more than others
+        if wanted <= 0:  # no data yet, or no domain needs more than others
             return dict(self._static)
-        usual, least = wanted / known, self._rule.least  # what nothing is known of is taken for the mean
+        usual, least = wanted / known, self._rule.least  # a domain without data counts as the mean
         raw = {domain: share * factors.get(domain, usual) for domain, share in self._static.items()}
         total = sum(raw.values())
         return {domain: least * share + (1 - least) * raw[domain] / total for domain, share in self._static.items()}
@@ -171,11 +171,11 @@ class ShareKeeper:
         self._records = {domain: DomainRecord(**record) for domain, record in state.items()}
 
 
-# Which domains a stage trains on, by what an earlier stage came to: RL polish only where distillation has flattened. No torch here.
+# --- Selecting a stage's domains by an earlier stage's evaluations, e.g. RL only where distillation has flattened ---
 
 
 class SelectionRule(Choice):
-    """Asked once, for every domain of the stage's prompts, before the stage begins."""
+    """Chooses domains by an earlier stage's evaluations; applied once per domain, before the stage starts."""
 
     family = "select"
     stage: Word = Field(description="the earlier stage whose evaluations decide")
@@ -183,16 +183,16 @@ class SelectionRule(Choice):
     @field_validator("stage", mode="before")
     @classmethod
     def _its_name(cls, given: Any) -> Any:
-        """`stage:NAME`, as it is written everywhere else, is NAME."""
+        """Accept `stage:NAME`, the form used elsewhere, for NAME."""
         return given.removeprefix("stage:") if isinstance(given, str) else given
 
     @abstractmethod
     def chooses(self, values: Sequence[float]) -> bool:
-        """Whether to train on a domain; `values`: its evaluations in that stage, from before the first step to after the last."""
+        """Whether to train on a domain. `values`: its evaluations in that stage, from before step 1 to after the last."""
         raise NotImplementedError
 
     def require(self, stage: str, domains: Iterable[str], evaluated: Collection[str]) -> None:
-        """Refuse domains of a stage's prompts of which the earlier one says nothing."""
+        """Raise an error for domains that the earlier stage did not evaluate."""
         unknown = [domain for domain in domains if domain not in evaluated]
         if unknown:
             raise RecipeError(
@@ -202,7 +202,7 @@ class SelectionRule(Choice):
 
 
 class Flattened(SelectionRule):
-    """Domains in which the last evaluations brought nothing more."""
+    """Chooses domains whose last evaluations brought no improvement."""
 
     name = "flat"
     by_default = True
@@ -215,7 +215,7 @@ class Flattened(SelectionRule):
 
 
 class ScoreBetween(SelectionRule):
-    """Domains whose last evaluation lies between two values: neither hopeless nor learnt."""
+    """Chooses domains whose last evaluation is between two values: neither too hard nor learnt."""
 
     name = "score"
     least: Fraction = 0.0

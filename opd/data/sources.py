@@ -1,9 +1,8 @@
-"""What every source of prompts is: one class with its settings, its refusals, how it is opened and what it reads. No
-torch here.
+"""Sources of prompts. Each is one class with its settings, its checks, and how to open and read it. No torch here.
 
-`source: "task:addition"`: what stands before the colon, or else the kind of address, says which class it is; `kind`
-says so outright. A class of your own is added by `@opd.register`: give it rows (`opd.data.sources.RowPrompts`), or
-open what you like.
+`source: "task:addition"`: the prefix before the colon, or else the kind of address, chooses the class; `kind` names
+it explicitly. Add your own class with `@opd.register`: subclass `opd.data.sources.RowPrompts` and give it rows, or
+open whatever you like.
 """
 
 from __future__ import annotations
@@ -55,7 +54,7 @@ if TYPE_CHECKING:
 Split = Literal["all", "heldout", "train"]
 BadRows = Literal["stop", "skip"]
 Wanted = Callable[[Prompt], bool]
-Told = Callable[[str, int, int], None]  # name of a source, rows done, rows in all
+Told = Callable[[str, int, int], None]  # progress callback: name of a source, rows done, total rows
 PREFIX = re.compile(r"[A-Za-z_][\w-]*:")
 
 
@@ -71,46 +70,46 @@ class Source(Protocol):
     """An open source: training prompts, and held-out prompts that do not overlap with them."""
 
     name: str
-    size: int | None  # training prompts; None: without end
+    size: int | None  # number of training prompts; None: endless
 
     def train(self, index: int) -> Prompt: ...
 
     def held_out(self, count: int, wanted: Wanted = anything) -> list[Prompt]:
-        """At most this many of each domain, of those that are wanted."""
+        """At most `count` held-out prompts per domain, among those that `wanted` accepts."""
 
     def prompts(self, split: Split, count: int | None, wanted: Wanted = anything) -> list[Prompt]:
-        """Of a split, at most `count` of each domain (None: all there are)."""
+        """Prompts of a split, at most `count` per domain (None: all)."""
 
     def examples(self) -> list[Prompt]:
-        """A few training prompts of every domain, with something to check answers by and without."""
+        """A few training prompts per domain, both with and without a verifier."""
 
     def scan(self, scan: Scan) -> ScannedSource:
-        """How long its training prompts are, and which of them cannot be used."""
+        """Measure the lengths of the training prompts and find those that cannot be used."""
 
     def keep_apart(self, others: list[Source]) -> None:
-        """Train on nothing that another source of the recipe holds out.
+        """Do not train on prompts that another source of the recipe holds out.
 
-        Sources that cannot overlap have nothing to do.
+        Sources that cannot overlap do nothing.
         """
 
 
 @dataclass(frozen=True)
 class Opening:
-    """What a source is told when it is opened."""
+    """Arguments for opening a source."""
 
-    label: str  # its prompts' ids begin with it; they key the draws
+    label: str  # prefix of the prompt ids, which seed the random draws
     bad_rows: BadRows = "stop"
-    rewarded: bool = False  # rewards need no answer: rows without one can be evaluated on, too
-    route: str = DOMAIN  # the column that every training row needs, since it says who scores it
+    rewarded: bool = False  # rewards need no answer, so rows without an answer can be used for evaluation too
+    route: str = DOMAIN  # the column that names the teacher; every training row needs it
     told: Told = silent
 
 
 class PromptSource(Choice):
-    """Where prompts come from. Settings that every source has; the classes below it add their own."""
+    """Where prompts come from: the settings that every source has. Subclasses add their own."""
 
     family = "source"
     by_default = True
-    prefixed: ClassVar[bool] = True  # chosen by `NAME:` at the beginning of its address
+    prefixed: ClassVar[bool] = True  # chosen by the prefix `NAME:` of the address
 
     source: Address
     domain: Word | None = Field(None, description="default: the row's own `domain` column, else the source's name")
@@ -125,28 +124,28 @@ class PromptSource(Choice):
 
     @property
     def older(self) -> bool:
-        """Whether a run of an earlier version reads it, which goes on with the rows as that version read them."""
+        """Whether a run of an earlier version uses this source. Such a run keeps reading rows as that version did."""
         return self._older
 
     def files(self) -> list[Path]:
-        """Every file it reads: a run remembers their content, and does not go on with another one."""
+        """Every file the source reads. A run records their content and does not resume if it changed."""
         return []
 
     def fingerprint(self) -> str | None:
-        """Likewise of what is no file here. None: its prompts follow from its settings alone."""
+        """The same check for data that is not in local files. None: the settings determine the prompts."""
         return None
 
     def as_begun(self, written: Mapping[str, Any]) -> PromptSource:
-        """The same in a run that may be an earlier version's, whose `resolved.yaml` has these settings of it."""
+        """This source for a resumed run. `written`: its settings in `resolved.yaml`, maybe from an earlier version."""
         return self
 
     def inside(self, directory: Path) -> PromptSource:
-        """The same in a run directory: earlier stages are found there."""
+        """This source inside a run directory, which contains the earlier stages."""
         return self
 
     @property
     def only_domain(self) -> str | None:
-        """Of all its prompts, where the settings alone say so; None: rows may have their own."""
+        """The domain of all prompts, if the settings fix it; None: rows may have their own."""
         return None
 
     @property
@@ -156,7 +155,7 @@ class PromptSource(Choice):
 
     @property
     def label(self) -> str:
-        """What ids begin with: they key the draws, which must not depend on where a file lies."""
+        """Prefix of the prompt ids. Ids seed the draws, so the prefix must not depend on a file's directory."""
         path = Path(self.address)
         return self.source.removesuffix(self.address) + path.name if path.is_absolute() else self.source
 
@@ -182,8 +181,9 @@ class PromptSource(Choice):
 
 
 class SourceFamily(Family):
-    """The address chooses: `task:addition` a task, a path or an existing file a file, any other name a dataset on the
-    hub.
+    """The address chooses the class.
+
+    `task:addition` is a task, a path or an existing file is a file, and any other name is a dataset on the hub.
     """
 
     def __init__(self) -> None:
@@ -207,7 +207,7 @@ class SourceFamily(Family):
         return self.find(named or "file")
 
     def of_address(self, address: str) -> str | None:
-        """None: it begins like `task:`, and nothing of that name is known."""
+        """Name of the class for an address; None: the address has a prefix such as `task:` that is not known."""
         name = address.partition(":")[0]
         if PREFIX.match(address) is None or on_disk(address):
             return "file" if looks_local(address) else "dataset"
@@ -222,7 +222,7 @@ SOURCES = SourceFamily()
 
 
 def prompt_source(source: str, **settings: Any) -> PromptSource:
-    """The settings of a source, as a recipe would write them."""
+    """A source from the settings that a recipe would contain."""
     try:
         found = SOURCES.read({"source": source, **settings})
     except ValidationError as error:
@@ -235,47 +235,44 @@ def prompt_source(source: str, **settings: Any) -> PromptSource:
     return found
 
 
-# Every prompt is looked at before the first token is sampled: how long it is, and whether it can be used at all.
+# --- Scanning prompts before the first token is sampled ---
 #
-# Lengths are remembered in the user's cache (`$XDG_CACHE_HOME/opd/scans`, else `~/.cache/opd/scans`), by the content of
-# the files and of the tokenizer; delete it at will. Sources without end are probed, and what turns out too long later is
-# skipped.
+# Lengths are cached in `$XDG_CACHE_HOME/opd/scans` (else `~/.cache/opd/scans`) by the content of the files and the
+# tokenizer; the cache can be deleted at any time. Endless sources are probed; later prompts that are too long are skipped.
 
 
-SHOWN = 5  # bad rows that a message names
-PROGRESS = 5000  # rows between two signs of life
-PROBE = 256  # prompts looked at of a source without end
-SLACK = 1.25  # room for the later prompts of such a source, beyond the longest of those
+SHOWN = 5  # bad rows listed in a message
+PROGRESS = 5000  # rows between progress reports
+PROBE = 256  # prompts sampled from an endless source
+SLACK = 1.25  # room for later prompts of an endless source, relative to the longest probed one
 BATCH = 512
-FORMAT = 2  # of the cache; goes up when lengths are counted differently
+FORMAT = 2  # of the cache; increase it when lengths are counted differently
 
 
 @dataclass(frozen=True)
 class Scanned:
-    """What all sources of a stage hold."""
+    """Scan results for all sources of a stage."""
 
-    longest: int  # tokens of the longest prompt that is used
-    open_ended: bool  # later prompts may be longer: a source has no end, or the template prints the date
-    mean: float  # tokens of a prompt, weighted by the sources' shares
-    unusable: tuple[np.ndarray | None, ...]  # per source: which training rows are skipped; None: it has no end
-    notes: tuple[str, ...]  # what was skipped, in words
+    longest: int  # tokens of the longest usable prompt
+    open_ended: bool  # later prompts may be longer: a source is endless, or the template prints the date
+    mean: float  # tokens per prompt, weighted by the sources' shares
+    unusable: tuple[np.ndarray | None, ...]  # per source: mask of training rows to skip; None: endless source
+    notes: tuple[str, ...]  # messages about skipped rows
 
     def room(self, others: int, limit: int, max_prompt_tokens: int | None) -> int:
-        """Tokens that a prompt may have in a sampler's slot: the longest of all, held-out ones too, and slack where it
-        takes some.
-        """
+        """Prompt tokens to reserve in a sampler's slot: the longest prompt (held-out ones too), plus slack if needed."""
         longest = max(self.longest, others)
         return max(longest, min(limit, max_prompt_tokens or int(longest * SLACK) + 8)) if self.open_ended else longest
 
 
 @dataclass(frozen=True)
 class Scan:
-    """How the sources of a stage are looked at: what a source is given for it."""
+    """Arguments for scanning a source."""
 
     tokenizer: Any
-    limit: int  # the most tokens a prompt may have
-    why: str  # it is that many
-    completions: bool = False  # every row needs one
+    limit: int  # maximum tokens per prompt
+    why: str  # reason for the limit
+    completions: bool = False  # whether every row needs a completion
     bad_rows: BadRows = "stop"
     told: Told = silent
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
@@ -283,10 +280,10 @@ class Scan:
 
 @dataclass(frozen=True)
 class ScannedSource:
-    """What one source holds."""
+    """Scan results for one source."""
 
-    lengths: np.ndarray  # of the prompts that are used
-    unusable: np.ndarray | None = None  # which training rows are skipped; None: it has no end
+    lengths: np.ndarray  # of the usable prompts
+    unusable: np.ndarray | None = None  # mask of training rows to skip; None: endless source
     note: str = ""
 
 
@@ -301,7 +298,7 @@ def scan(
     bad_rows: BadRows = "stop",
     told: Told = silent,
 ) -> Scanned:
-    """`limit` is the most tokens a prompt may have, for the reason `why`; `completions`: every row needs one."""
+    """`limit`: maximum tokens per prompt, for the reason `why`. `completions`: every row needs a completion."""
     found = [
         source.scan(Scan(tokenizer, limit, why, completions, bad_rows, told, spec.chat_template_kwargs))
         for source, spec in zip(sources, specs, strict=True)
@@ -316,7 +313,7 @@ def scan(
 
 
 def scan_rows(source: RowSource, scan: Scan) -> ScannedSource:
-    """Every row is rendered and counted."""
+    """Render every row and count its tokens."""
     lengths, reasons = row_lengths(source, scan)
     bad = _unusable(source, lengths, reasons, scan)
     skipped = int(bad.sum())
@@ -328,7 +325,7 @@ def scan_rows(source: RowSource, scan: Scan) -> ScannedSource:
 
 
 def scan_endless(source: Source, scan: Scan) -> ScannedSource:
-    """The first prompts stand for the rest."""
+    """Measure the first prompts, as a sample of the rest."""
     prompts = [source.train(index) for index in range(PROBE)]
     found = render_prompts(prompts, scan.tokenizer, scan.template_kwargs, whole=True)
     for ids in found:
@@ -344,7 +341,7 @@ def scan_endless(source: Source, scan: Scan) -> ScannedSource:
 
 
 def refusal(name: str, bad: int, count: int, reasons: Sequence[str]) -> DataError:
-    """The first few by line and reason, and how many there are."""
+    """Error that lists the first few bad rows with line and reason, and gives their total."""
     more = [f"… and {bad - len(reasons):,} more"] if bad > len(reasons) else []
     remedy = "" if bad == count else " Fix them, or leave them out: `data: {bad_rows: skip}`."
     return DataError(
@@ -357,7 +354,10 @@ def prints_the_date(tokenizer: Any) -> bool:
 
 
 def _unusable(source: RowSource, lengths: np.ndarray, reasons: dict[int, str], scan: Scan) -> np.ndarray:
-    """Which training rows cannot be used. `reasons` gets the first few; those of malformed rows the source has."""
+    """(rows,) bool: training rows that cannot be used. Adds the first few reasons to `reasons`.
+
+    The source keeps the reasons of malformed rows.
+    """
     limit, bad = scan.limit, lengths < 0
     for index in np.flatnonzero(lengths > limit)[:SHOWN]:
         reasons[int(index)] = (
@@ -374,7 +374,7 @@ def _unusable(source: RowSource, lengths: np.ndarray, reasons: dict[int, str], s
 
 
 def row_lengths(source: RowSource, scan: Scan) -> tuple[np.ndarray, dict[int, str]]:
-    """Tokens of every training row, -1 where it cannot be used; and why not, for the first that cannot be rendered."""
+    """Tokens of every training row (-1: unusable), and the reasons for the first rows that cannot be rendered."""
     place = _cache_file(source, scan.tokenizer)
     known = _remembered(place, source.size or 0) if place is not None else None
     if known is not None:
@@ -398,11 +398,11 @@ def row_lengths(source: RowSource, scan: Scan) -> tuple[np.ndarray, dict[int, st
     return lengths, reasons
 
 
-# The cache
+# --- The cache of lengths ---
 
 
 def _cache_file(source: RowSource, tokenizer: Any) -> Path | None:
-    """Named after everything that lengths depend on; None where that cannot be told."""
+    """A file named by a hash of everything that lengths depend on; None if that cannot be determined."""
     from transformers import PreTrainedTokenizerFast
 
     if not isinstance(tokenizer, PreTrainedTokenizerFast) or prints_the_date(tokenizer):
@@ -427,7 +427,7 @@ def _cache_file(source: RowSource, tokenizer: Any) -> Path | None:
 
 
 def _remembered(place: Path, size: int) -> tuple[np.ndarray, dict[int, str]] | None:
-    """What an earlier scan found. Anything but a whole, unaltered entry is as good as none."""
+    """Results of an earlier scan. An incomplete or altered entry is ignored."""
     try:
         entry: Mapping[str, Any] = read_sealed(place)
     except (RunDirectoryError, OSError):
@@ -439,25 +439,25 @@ def _remembered(place: Path, size: int) -> tuple[np.ndarray, dict[int, str]] | N
 
 
 def _remember(place: Path, lengths: np.ndarray, reasons: Mapping[int, str]) -> None:
-    with suppress(OSError):  # a home that cannot be written to costs time, not the run
+    with suppress(OSError):  # a read-only home costs time, but must not stop the run
         place.parent.mkdir(parents=True, exist_ok=True)
         packed = base64.b64encode(lengths.astype("<i4").tobytes()).decode()
         write_sealed(place, {"lengths": packed, "reasons": {str(index): reason for index, reason in reasons.items()}})
 
 
-# Which rows of a file are held out: a tenth of the questions of every domain, chosen by a hash of each question.
+# --- Choosing held-out rows: a tenth of each domain's questions, by a hash of the question ---
 #
-# The choice depends on nothing but the rows: neither on their order nor on the machine. Rows that ask the same are on the same
-# side, whatever their answers, system prompts or spaces.
+# The choice depends only on the rows, not on their order or the machine. Rows with the same question are on the same side,
+# even if answers, system prompts or whitespace differ.
 
 
-PART = 10  # one question in so many is held out, and one at least of a domain that has two
+PART = 10  # one question in this many is held out, and at least one per domain with two or more
 ENCODER = json.JSONEncoder(sort_keys=True, default=str)
-KEY = b"opd held-out questions"  # of the hash; with another one, runs would hold out other rows
+KEY = b"opd held-out questions"  # of the hash; changing it would change which rows runs hold out
 
 
 def question_key(prompt: Prompt) -> int:
-    """64 bits of what a prompt asks: its text, or the roles and texts of its messages, without those of the system."""
+    """64-bit hash of a prompt's question: its text, or the roles and texts of its messages except system messages."""
     messages = [{"role": "user", "content": prompt.text or ""}] if prompt.messages is None else list(prompt.messages)
     asked = [_said(message) for message in messages if message["role"] != "system"]
     canonical = ENCODER.encode(asked or [_said(message) for message in messages])
@@ -470,10 +470,10 @@ def _said(message: Message) -> list[object]:
 
 
 def held_out_rows(keys: np.ndarray, domains: np.ndarray) -> np.ndarray:
-    """Which rows are held out. `keys`: of their questions; `domains`: the number of each row's domain, -1 where it is unusable.
+    """Mask of held-out rows. `keys`: hashes of the questions; `domains`: number of each row's domain (-1: unusable).
 
-    The questions with the smallest hashes of each domain are taken. One that stands in several domains counts in all of them.
-    A domain keeps a question to train on: where it has no more than one, none is held out.
+    Takes the questions with the smallest hashes of each domain. A question in several domains counts in all of them.
+    A domain keeps at least one question to train on, so a domain with a single question holds out none.
     """
     usable = domains >= 0
     ordered, places_of = different(keys[usable], domains[usable])
@@ -496,7 +496,7 @@ def held_out_rows(keys: np.ndarray, domains: np.ndarray) -> np.ndarray:
 
 
 def different(keys: np.ndarray, domains: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The pairs of these, each once, by key."""
+    """Distinct (key, domain) pairs, sorted by key."""
     order = np.lexsort((domains, keys))
     keys, domains = keys[order], domains[order]
     new = np.ones(len(keys), dtype=bool)
@@ -504,18 +504,18 @@ def different(keys: np.ndarray, domains: np.ndarray) -> tuple[np.ndarray, np.nda
     return keys[new], domains[new]
 
 
-# Prompts that are rows: of files, folders, datasets on the hub, or of a class of your own.
+# --- Prompts from rows: files, folders, datasets on the hub, or your own class ---
 #
-# Every row is looked at when they are opened.
+# Opening a source checks every row.
 
 
-LAST_ROWS = 0.1  # held out with `held_out: last`
-EXAMPLES = 8  # prompts that stand for others of their domain
-DOMAINS = 20  # that are named in one remark
+LAST_ROWS = 0.1  # share of rows held out with `held_out: last`
+EXAMPLES = 8  # example prompts per domain
+DOMAINS = 20  # most domains named in one remark
 
 
 class RowPrompts(PromptSource):
-    """Rows, each a prompt. A class of your own says which: `rows`."""
+    """Prompts from rows, one prompt per row. A subclass provides the rows through `rows`."""
 
     limit: Positive | None = Field(None, description="use at most this many rows")
     columns: dict[Word, Word] = Field(
@@ -531,7 +531,7 @@ class RowPrompts(PromptSource):
         raise NotImplementedError
 
     def held_out_rows(self) -> Rows | list[Mapping[str, Any]] | None:
-        """Rows to evaluate on. None: some of the others, as `held_out` says."""
+        """Rows to evaluate on. None: part of `rows`, chosen by `held_out`."""
         return None
 
     @property
@@ -542,16 +542,16 @@ class RowPrompts(PromptSource):
         return self.name
 
     def prompt(self, row: Row, identity: str, domain: str) -> Prompt:
-        """What a row asks. One that asks nothing is a `BadRow`. `domain`: where neither row nor settings name one."""
+        """The prompt of a row; `BadRow` if it has none. `domain`: the default if neither row nor settings name one."""
         ours = renamed(row, self.columns)
         return row_prompt(ours if self.older else as_ours(ours, self.domain), identity, self.domain or domain)
 
     def fingerprint(self) -> str | None:
-        """Of rows without files: their content."""
+        """Hash of the content, for rows that are not in files."""
         return None if self.files() else as_rows(self.rows()).fingerprint
 
     def as_begun(self, written: Mapping[str, Any]) -> PromptSource:
-        """Runs of earlier versions do not say what is held out: it was the last rows."""
+        """Runs of earlier versions do not record `held_out`; they held out the last rows."""
         if "held_out" in written:
             return self
         found = self.model_copy(update={"held_out": "last"})
@@ -563,7 +563,7 @@ class RowPrompts(PromptSource):
 
 
 class StoredPrompts(RowPrompts):
-    """What files and datasets have in common."""
+    """Settings shared by files and datasets."""
 
     prefixed = False
     split: Word = Field("train", description="split of a folder or a Hugging Face dataset")
@@ -594,7 +594,7 @@ class StoredPrompts(RowPrompts):
 
 
 class FilePrompts(StoredPrompts):
-    """A file, or a folder: what `save_to_disk` wrote, or the files of one split."""
+    """A file, or a folder: the output of `save_to_disk`, or the files of one split."""
 
     name = "file"
 
@@ -625,12 +625,12 @@ def as_rows(rows: Rows | list[Mapping[str, Any]]) -> Rows:
 
 
 class RowFacts:
-    """What one pass over rows tells of each: whether it can be used, its question and domain, and whether it has a completion."""
+    """Facts about each row from one pass: whether it is usable, its question and domain, and whether it has a completion."""
 
     def __init__(self, rows: Rows, count: int, spec: RowPrompts, name: str, told: Told, route: str = DOMAIN) -> None:
         self.usable, self.complete = np.zeros(count, dtype=bool), np.zeros(count, dtype=bool)
         self.keys = np.zeros(count, dtype=np.uint64)  # of the questions
-        self.kinds = np.full(count, -1, dtype=np.int32)  # numbers of what follows; -1: the row is unusable
+        self.kinds = np.full(count, -1, dtype=np.int32)  # values of `found`; -1: the row is unusable
         self.found: dict[tuple[str, bool, str], int] = {}  # (domain, has a verifier, value of the route's column)
         self.checkable = False
         self.reasons: list[str] = []  # of the first bad rows
@@ -661,7 +661,7 @@ class RowFacts:
         self._domains = np.asarray(
             [numbers.setdefault(domain, len(numbers)) for domain, *_ in self.found], dtype=np.int32
         )
-        self.names = list(numbers)  # of domains, as they first come
+        self.names = list(numbers)  # of domains, in order of first appearance
 
     def _note(self, index: int, prompt: Prompt, route: str) -> None:
         kind = (prompt.domain, "verifier" in prompt.fields, route_value(prompt, route))
@@ -673,13 +673,13 @@ class RowFacts:
 
     @property
     def domains(self) -> np.ndarray:
-        """The number in `names` of each row's domain, -1 where it is unusable."""
+        """Index into `names` of each row's domain; -1: the row is unusable."""
         if not self.found:
             return self.kinds
         return np.where(self.usable, self._domains[self.kinds], -1)
 
     def first_rows(self, rows: np.ndarray, most: int) -> dict[tuple[str, bool, str], list[int]]:
-        """The first usable ones of every kind, among these."""
+        """The first `most` usable rows of every kind, among these rows."""
         rows = rows[self.usable[rows]]
         rows = rows[np.argsort(self.kinds[rows], kind="stable")]
         bounds = np.searchsorted(self.kinds[rows], np.arange(len(self.found) + 1))
@@ -690,7 +690,7 @@ class RowFacts:
         }
 
     def questions(self, rows: np.ndarray) -> dict[str, int]:
-        """Different questions by domain, among these rows."""
+        """Number of distinct questions per domain, among these rows."""
         rows = rows[self.usable[rows]]
         _, domains = different(self.keys[rows], self.domains[rows])
         counts = np.bincount(domains, minlength=len(self.names)).tolist()
@@ -698,7 +698,10 @@ class RowFacts:
 
 
 class RowSource:
-    """Open rows. Where none are held out apart, some are kept back where answers can be checked: `held_out` says which."""
+    """An open source of rows.
+
+    Without separate held-out rows, part of the rows is held out if answers can be checked; `held_out` chooses them.
+    """
 
     def __init__(self, spec: RowPrompts, opening: Opening) -> None:
         self.spec, self.name, self._label, self.route = spec, spec.source, opening.label, opening.route
@@ -706,10 +709,10 @@ class RowSource:
         self._rows = as_rows(spec.rows())
         count = min(len(self._rows), spec.limit or len(self._rows))
         self.facts = _checked(self._rows, count, spec, spec.source, opening)
-        self._held, self._held_facts, self._first = self._rows, self.facts, 0  # the row whose number is 0 in ids
-        self._train, self._held_out = np.arange(count), np.arange(0)  # numbers of rows
-        self.size: int | None = count  # training rows; unusable ones have their place among them
-        self.remarks: list[str] = []  # for those who start a run
+        self._held, self._held_facts, self._first = self._rows, self.facts, 0  # `_first`: the row numbered 0 in ids
+        self._train, self._held_out = np.arange(count), np.arange(0)  # row numbers
+        self.size: int | None = count  # training rows, including unusable ones
+        self.remarks: list[str] = []  # shown when a run starts
         apart = spec.held_out_rows()
         self._apart = apart is not None
         if apart is not None:
@@ -731,7 +734,7 @@ class RowSource:
             return
         held = held_out_rows(self.facts.keys, self.facts.domains)
         self._train, rows = np.flatnonzero(~held), np.flatnonzero(held)
-        self._held_out = rows[np.argsort(self.facts.keys[rows], kind="stable")]  # the first so many stand for all
+        self._held_out = rows[np.argsort(self.facts.keys[rows], kind="stable")]  # any prefix is a fair sample
         trained, asked = self.facts.questions(self._train), self.facts.questions(rows)
         parts = [f"{asked[name]:,} of {asked[name] + trained[name]:,} ({plain(name)})" for name in self.facts.names]
         more = f" and so on, of {len(parts):,} domains" if len(parts) > DOMAINS else ""
@@ -748,12 +751,12 @@ class RowSource:
 
     @property
     def complete(self) -> np.ndarray:
-        """Which training rows have a completion."""
+        """(rows,) bool: training rows with a completion."""
         return self.facts.complete[self._train]
 
     @property
     def selected(self) -> str | None:
-        """Tells one selection of training rows from another. None: all up to the last one."""
+        """Hash that identifies the selection of training rows. None: all rows up to the last one."""
         if len(self._train) == 0 or self._train[-1] == len(self._train) - 1:
             return None
         return hashlib.sha256(self._train.astype("<i8").tobytes()).hexdigest()
@@ -762,7 +765,7 @@ class RowSource:
         return scan_rows(self, scan)
 
     def keep_apart(self, others: list[Source]) -> None:
-        """Another file may ask what this one asks. What it holds out is not trained on here."""
+        """Another file may contain the same questions. Do not train on those it holds out."""
         keys = [other.held_keys for other in others if isinstance(other, RowSource) and other is not self]
         if self.spec.held_out != "questions" or not keys:
             return
@@ -784,7 +787,7 @@ class RowSource:
 
     @property
     def held_keys(self) -> np.ndarray:
-        """Of the questions that were chosen to be held out."""
+        """Hashes of the questions chosen as held out."""
         chosen = not self._apart and self.spec.held_out == "questions"
         return self.facts.keys[self._held_out] if chosen else np.zeros(0, dtype=np.uint64)
 
@@ -795,18 +798,18 @@ class RowSource:
         return self.row(int(self._train[index]))
 
     def row(self, number: int) -> Prompt:
-        """The training prompt that a row is, by its number, which stands in its id."""
+        """The training prompt of a row, by row number. The number is part of the prompt's id."""
         return self._prompt(self._rows, number, f"train/{number}")
 
     def usable(self) -> Iterator[int]:
-        """Indices of the training rows that are prompts."""
+        """Indices of the usable training rows."""
         return (int(index) for index in np.flatnonzero(self.facts.usable[self._train]))
 
     def held_out(self, count: int, wanted: Wanted = anything) -> list[Prompt]:
         return self.prompts("heldout", count, wanted)
 
     def prompts(self, split: Split, count: int | None, wanted: Wanted = anything) -> list[Prompt]:
-        """In order of the rows, held-out ones in an order by hash where they were chosen so; unusable rows are left out."""
+        """In row order; held-out rows that were chosen by hash are in hash order. Unusable rows are left out."""
         found: list[Prompt] = []
         taken: dict[str, int] = {}
         for held, number, domain in self._wanted_rows(split):
@@ -843,7 +846,7 @@ class RowSource:
         return [self.row(number) for rows in alike.values() for number in sorted(rows)[:EXAMPLES]]
 
     def routed(self) -> dict[tuple[str, str], str]:
-        """Every (domain, value of the route's column) among the training rows, and the place of the first such row."""
+        """Every (domain, value of the route's column) in the training rows, with the place of the first such row."""
         first: dict[tuple[str, str], int] = {}
         for (domain, _, value), (row, *_) in self.facts.first_rows(self._train, 1).items():
             first[domain, value] = min(row, first.get((domain, value), row))
@@ -866,14 +869,13 @@ def _checked(rows: Rows, count: int, spec: RowPrompts, name: str, opening: Openi
     return facts
 
 
-# The prompts of a recipe, opened: all its sources together.
+# --- Opening all sources of a recipe ---
 
 
 def prompts(
     source: str, count: int | None = None, *, start: int = 0, split: Split = "train", **settings: Any
 ) -> list[Prompt]:
-    """Prompts of any source that a recipe can name, for a loop of one's own; `settings` are the recipe's keys beside
-    it.
+    """Prompts of any source that a recipe can name, for your own loop. `settings`: the source's other recipe keys.
 
     >>> [prompt.messages[0]["content"] for prompt in prompts("task:addition", 2, start=6)]
     ['add 66+50', 'add 40+28']
@@ -899,11 +901,11 @@ def open_sources(
     route: str = DOMAIN,
     told: Told = silent,
 ) -> list[Source]:
-    """All of a recipe's sources. `rewarded`: its rewards need no answer, so rows without one can be evaluated on too.
-    `route`: the column that says who scores a row.
+    """Open all sources of a recipe and check every row.
 
-    Every row is looked at. Ids of a source listed again, say with other options, say which time this is:
-    `task:sort#2/…`.
+    `rewarded`: rewards need no answer, so rows without an answer can be used for evaluation too. `route`: the column
+    that names the teacher of a row. If a source is listed twice, for example with other options, the ids of the second
+    begin with `task:sort#2/…`.
     """
     sources: list[Source] = []
     labels: list[str] = []
@@ -922,9 +924,9 @@ def open_sources(
 
 
 def routed(sources: Sequence[Source], column: str) -> dict[tuple[str, str], str]:
-    """Every (domain, value of the column) among the training prompts, and where it first stands.
+    """Every (domain, value of the column) in the training prompts, with its first place.
 
-    All rows were looked at when they were opened; of prompts without end the first ones stand for the rest.
+    Rows were all read when the sources were opened; for endless sources, the first prompts are used.
     """
     if column == DOMAIN:  # examples cover every domain
         return {(prompt.domain, prompt.domain): "" for source in sources for prompt in source.examples()}

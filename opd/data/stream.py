@@ -1,5 +1,6 @@
-"""Which prompts a step gets: shares kept exactly, every prompt of a finite source seen once per pass, resumable by a
-few integers.
+"""Which prompts a step gets.
+
+Shares are exact, every prompt of a finite source is seen once per pass, and a few integers are enough to resume.
 """
 
 from __future__ import annotations
@@ -14,14 +15,13 @@ from opd.data.shares import DomainSeen, ShareKeeper, Shares
 from opd.data.sources import Source
 from opd.records import Rollout, Visit
 
-PATIENCE = 10_000  # prompts of a source without end that may be refused in a row
+PATIENCE = 10_000  # prompts of an endless source that may be rejected in a row
 
 
 class PromptStream:
     """Draws from several sources by share. Finite sources are reshuffled each pass, by (seed, source, pass).
 
-    A row that cannot be used has its visit like any other and is left out: what comes after it is what would have come
-    anyway.
+    An unusable row takes its turn like any other and is then skipped, so it does not change the prompts after it.
 
     >>> stream = PromptStream(sources, shares=[3, 1], seed=0)   # doctest: +SKIP
     >>> [visit.source for visit in stream.take(4)]              # doctest: +SKIP
@@ -32,24 +32,22 @@ class PromptStream:
         self._sources, self._seed = sources, seed
         self._shares = np.asarray(shares, dtype=np.float64) / sum(shares)
         self._taken = np.zeros(len(sources), dtype=np.int64)
-        self._owed = np.zeros(len(sources))  # to each when shares last changed,
-        self._before = np.zeros(len(sources), dtype=np.int64)  # and what had been taken by then
+        self._owed = np.zeros(len(sources))  # prompts owed to each source when shares last changed
+        self._before = np.zeros(len(sources), dtype=np.int64)  # prompts taken by then
         self._orders: dict[int, tuple[int, np.ndarray]] = {}
         self._unusable: Sequence[np.ndarray | None] = [None] * len(sources)
         self._fits: Callable[[Visit], bool] | None = None
-        self.skipped = 0  # visits to prompts that cannot be used
+        self.skipped = 0  # visits to unusable prompts
         self.keeper: ShareKeeper | None = None
-        self._domains: list[str] = []  # of the sources, where shares follow a rule,
-        self._parts = np.ones(len(sources))  # and what each has of its domain's share
+        self._domains: list[str] = []  # of the sources, if shares follow a rule
+        self._parts = np.ones(len(sources))  # each source's fraction of its domain's share
 
     def leave_out(self, unusable: Sequence[np.ndarray | None], fits: Callable[[Visit], bool] | None) -> None:
-        """Which rows of each finite source to skip, and what to ask of prompts where they could not all be looked
-        at.
-        """
+        """Set the rows of each finite source to skip, and a check for prompts that could not all be scanned."""
         self._unusable, self._fits = unusable, fits
 
     def steer(self, rule: Shares) -> None:
-        """Shares follow a rule: every source has to be of one domain then."""
+        """Let shares follow a rule. Every source must then have a single domain."""
         if not rule.steers:
             return
         found = [sorted({prompt.domain for prompt in source.examples()}) for source in self._sources]
@@ -71,7 +69,7 @@ class PromptStream:
         self.keeper = ShareKeeper(rule, static)
 
     def reshare(self, shares: Mapping[str, float]) -> None:
-        """Shares of domains from now on. What sources are owed by the old ones stays owed."""
+        """Set the shares of domains from now on. Debts to sources from the old shares are kept."""
         owed = self._credit(0)
         self._owed, self._before = owed, self._taken.copy()
         self._shares = np.asarray([shares[domain] for domain in self._domains]) * self._parts
@@ -79,15 +77,15 @@ class PromptStream:
     def divide(
         self, gaps: Mapping[str, float], share: Callable[[Callable[[], dict[str, float]]], dict[str, float]]
     ) -> None:
-        """Before a step: shares of the domains, if they follow a need. `gaps`: how far each scores below its teacher.
+        """Before a step: update the domains' shares, if a rule is set. `gaps`: how far each domain scores below its teacher.
 
-        `share`: has all ranks use what the first one finds.
+        `share`: broadcasts the first rank's result to all ranks.
         """
         if (keeper := self.keeper) is not None:
             self.reshare(share(lambda: dict(keeper.shares(gaps))))
 
     def note(self, rollouts: Sequence[Rollout], metrics: Mapping[str, float | None]) -> dict[str, float]:
-        """After a step: what it showed of the domains. Returns the shares that it had."""
+        """After a step: record the domains' statistics. Returns the shares of that step."""
         if self.keeper is None:
             return {}
         sizes: dict[str, list[int]] = {}
@@ -99,14 +97,14 @@ class PromptStream:
         return {f"share/{domain}": share for domain, share in self.shares.items()}
 
     def _credit(self, more: int) -> np.ndarray:
-        """What each source is owed, with so many draws more."""
+        """Prompts owed to each source after `more` further draws."""
         taken = self._taken - self._before
         credit: np.ndarray = self._owed + (self._shares * (taken.sum() + more) - taken)
         return credit
 
     @property
     def shares(self) -> dict[str, float]:
-        """Of the domains as they are now; nothing where they are fixed."""
+        """Current shares of the domains; empty if they are fixed."""
         found: dict[str, float] = {}
         for domain, share in zip(self._domains, self._shares.tolist(), strict=True) if self._domains else ():
             found[domain] = found.get(domain, 0.0) + share
@@ -127,7 +125,7 @@ class PromptStream:
         return visit
 
     def _next(self) -> Visit | None:
-        """The next visit by share and order; None when it goes to a prompt that cannot be used."""
+        """The next visit by share and order; None if the prompt is unusable."""
         source = int(np.argmax(self._credit(1)))
         position = int(self._taken[source])
         self._taken[source] += 1
@@ -158,7 +156,7 @@ class PromptStream:
 
     def restore(self, state: dict[str, Any]) -> None:
         self._taken = np.asarray(state["taken"], dtype=np.int64)
-        self.skipped = state.get("skipped", 0)  # runs of before rows could be skipped
+        self.skipped = state.get("skipped", 0)  # runs of versions that could not skip rows
         if self.keeper is not None:
             self._shares, self._owed = np.asarray(state["shares"]), np.asarray(state["owed"])
             self._before = np.asarray(state["before"], dtype=np.int64)

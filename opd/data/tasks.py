@@ -1,8 +1,8 @@
-"""Built-in tasks: questions without end, an exact verifier, and held-out questions no training prompt repeats.
+"""Built-in tasks: endless questions, an exact verifier, and held-out questions that no training prompt repeats.
 
-A prompt is a pure function of (task, options, split, index): nothing is stored, any index can be asked for in any
-order, and every machine and Python version gives the same text. Disjoint splits come from the question itself: a
-hash of its content says which split it belongs to, and a draw that falls into the other one is drawn again.
+A prompt is a pure function of (task, options, split, index): nothing is stored, indices can be used in any order, and
+every machine and Python version gives the same text. A hash of the question determines its split, so splits are
+disjoint; a question of the wrong split is drawn again.
 
 >>> get_task("addition").prompt("train", 7).id
 'task:addition/train/7'
@@ -40,11 +40,11 @@ rope rose salt sand school sea sheep ship shirt shoe silver sister snow soap spo
 sugar summer sun table tea tent ticket tiger tower toy train tree truck uncle valley village wall water wheel
 wind window winter wolf wood yard
 """.split()  # noqa: SIM905  a list of one word per line says no more
-HELDOUT_SHARE = 3  # one question in three is held out
+HELDOUT_SHARE = 3  # one question in this many is held out
 
 
 class Dice:
-    """Whole numbers out of one hash: the same everywhere, unlike `random`, whose helpers change between versions."""
+    """Integers from a hash, the same everywhere; the helpers of `random` change between Python versions."""
 
     def __init__(self, key: str) -> None:
         self.state = int.from_bytes(hashlib.blake2b(key.encode()).digest(), "big")
@@ -58,7 +58,7 @@ class Dice:
 
 
 Fields = Mapping[str, str]
-Drawn = tuple[str, str] | tuple[str, str, Fields]  # question, answer, and further fields that a view can show
+Drawn = tuple[str, str] | tuple[str, str, Fields]  # question, answer, and optional fields for views
 Draw = Callable[[Dice, Mapping[str, int]], Drawn]
 
 
@@ -90,7 +90,7 @@ def _words(dice: Dice, options: Mapping[str, int]) -> tuple[str, str]:
 
 
 def _haystack(dice: Dice, options: Mapping[str, int]) -> tuple[str, str, Fields]:
-    """A sum among others; `relevant` is the question that addition would ask."""
+    """A sum among other sums; `relevant` is the corresponding question of the task addition."""
     sums = [_addition(dice, options) for _ in range(options["sums"])]
     asked = dice.below(len(sums))
     question, answer = sums[asked]
@@ -101,7 +101,7 @@ def _haystack(dice: Dice, options: Mapping[str, int]) -> tuple[str, str, Fields]
 
 @dataclass(frozen=True)
 class Task:
-    """A family of questions. `options` are its dials, such as `digits` of addition."""
+    """A family of questions with `options`, such as `digits` of addition."""
 
     name: str
     domain: str
@@ -111,9 +111,7 @@ class Task:
     limits: Mapping[str, tuple[int, int]]  # smallest and largest value of each option
 
     def prompt(self, split: TaskSplit, index: int, domain: str | None = None) -> Prompt:
-        """Question `index` of a split: an endless sequence, in which one may come again but never in the other
-        split.
-        """
+        """Question `index` of a split. Questions may repeat within a split, but never across splits."""
         if split not in ("train", "heldout"):
             raise DataError(f"task {self.name}: split is 'train' or 'heldout', got {split!r}.")
         dials = ",".join(f"{key}={value}" for key, value in sorted(self.options.items()))
@@ -129,7 +127,7 @@ class Task:
         )
 
     def verify(self, prompt: Prompt, text: str) -> bool:
-        """Exactly the answer, up to white space around it."""
+        """Whether the text is exactly the answer, ignoring surrounding whitespace."""
         return text.strip() == prompt.fields.get("answer")
 
 
@@ -165,7 +163,7 @@ TASKS: dict[str, Task] = {
 
 
 def get_task(name: str, **options: int) -> Task:
-    """The task of that name, with other dials: `get_task("addition", digits=4)`."""
+    """The task of that name, optionally with other options: `get_task("addition", digits=4)`."""
     if name not in TASKS:
         near = difflib.get_close_matches(name, TASKS, n=1, cutoff=0)[0]
         raise DataError(f"task {name!r}: no such task. Did you mean {near!r}? Known: {', '.join(TASKS)}.")
@@ -179,20 +177,20 @@ def get_task(name: str, **options: int) -> Task:
     return Task(task.name, task.domain, task.description, task.draw, {**task.options, **options}, task.limits)
 
 
-# Prompts without end: built-in tasks and reasoning-gym. Each is a pure function of its index and has its own held-out
-# set.
+# --- Endless sources: built-in tasks and reasoning-gym ---
 #
-# Prompts' ids begin with a label, which keys the draws: `task:sort`, and `task:sort#2` where a recipe lists it again.
+# Prompts are pure functions of their index, and each source has its own held-out set. Ids begin with a label that seeds
+# the draws: `task:sort`, or `task:sort#2` if a recipe lists the task twice.
 
 
-TASK, GYM = "task:", "reasoning_gym:"  # what their verifiers are called by
+TASK, GYM = "task:", "reasoning_gym:"  # prefixes of their verifiers' names
 GYM_HELD_OUT, GYM_TRAIN_SEED, GYM_HELD_OUT_SEED = 1000, 0, 1_000_003
-# What generators of many hands raise about options they cannot use.
+# Errors that reasoning-gym's generators raise for invalid options.
 GYM_ERRORS = (TypeError, ValueError, AssertionError, LookupError, ArithmeticError, AttributeError, RecursionError)
 
 
 class GeneratedPrompts(PromptSource):
-    """Prompts without end, which follow from the options alone."""
+    """Endless prompts that depend only on the options."""
 
     options: dict[str, Any] = Field(default_factory=dict, description="arguments of a task or reasoning_gym generator")
 
@@ -230,7 +228,7 @@ class GymPrompts(GeneratedPrompts):
 
 
 class Generator:
-    """What endless sources have in common: nothing on disk, and prompts that all say the same about themselves."""
+    """Base of endless sources: nothing is on disk, and all prompts have the same kind of fields."""
 
     name: str
     size: int | None = None
@@ -259,7 +257,7 @@ class Generator:
 
 
 class TaskSource(Generator):
-    """The questions of a task; every split is its own (`data.tasks`)."""
+    """The questions of a task, with disjoint splits."""
 
     def __init__(self, task: Task, domain: str | None, label: str) -> None:
         self.name, self._task, self._domain, self._label = TASK + task.name, task, domain, label
@@ -274,7 +272,7 @@ class TaskSource(Generator):
 
     def held_out(self, count: int, wanted: Wanted = anything) -> list[Prompt]:
         prompts: dict[Any, Prompt] = {}
-        for index in range(20 * count + 1000):  # a generator may repeat itself; every held-out prompt counts once
+        for index in range(20 * count + 1000):  # questions may repeat; each held-out prompt counts once
             prompt = self._prompt("heldout", index)
             question = json.dumps(prompt.messages)
             if question not in prompts and wanted(prompt):
@@ -302,15 +300,15 @@ class GymSource(Generator):
         try:
             self._train = reasoning_gym.create_dataset(task, size=2**31 - 1, seed=GYM_TRAIN_SEED, **options)
             self._held = reasoning_gym.create_dataset(task, size=GYM_HELD_OUT, seed=GYM_HELD_OUT_SEED, **options)
-            # Generators look at some options only when they use them.
+            # Generators check some options only on use.
             self.held_questions = {self._held[index]["question"] for index in range(GYM_HELD_OUT)}
         except GYM_ERRORS as error:
             given = f"options {plain(str(dict(options)))} were refused"
             raise DataError(f"prompts 'reasoning_gym:{task}': {given} ({first_line(error)}).") from None
-        self._skip: list[int] = []  # raw index of each training prompt handed out so far
+        self._skip: list[int] = []  # raw index of each training prompt returned so far
 
     def keep_apart(self, others: list[Source]) -> None:
-        """One generator with different options may ask the same question."""
+        """The same generator with other options may produce the same question, so also skip what those hold out."""
         same = [other for other in others if isinstance(other, GymSource) and other.name == self.name]
         self.held_questions = set().union(self.held_questions, *(other.held_questions for other in same))
 

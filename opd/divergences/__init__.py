@@ -1,6 +1,6 @@
-"""Divergences between a student and a teacher from hidden states and heads: usable alone.
+"""Divergences between a student and a teacher from hidden states and heads; usable as a library of its own.
 
-Names are imported when they are first used: the recipe reads `opd.divergences.kinds` without torch.
+Names are imported on first use, so that recipes can read `opd.divergences.kinds` without torch.
 """
 
 from __future__ import annotations

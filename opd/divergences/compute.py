@@ -1,7 +1,7 @@
-"""Exact divergences between `Projection`s, and what else one pass over the logits can tell.
+"""Exact divergences between `Projection`s, and other statistics from the same pass over the logits.
 
-`reference` holds the logits and lets autograd differentiate the formula. `chunked` (torch, any device) and `triton`
-(CUDA) compute the gradient in the forward pass and never hold more than a chunk of logits. Names say direction:
+`reference` holds all logits and uses autograd. `chunked` (torch, any device) and `triton` (CUDA) compute the gradient
+in the forward pass and hold at most a chunk of logits. Names give the direction:
 `reverse_kl = KL(student || teacher)`.
 """
 
@@ -50,17 +50,17 @@ from opd.divergences.torch_backend import (
 )
 from opd.records import TopK
 
-CHUNK_BYTES = 24 << 20  # of one (chunk, V) fp32 array of the torch backend; a handful of them live at once
+CHUNK_BYTES = 24 << 20  # of one (chunk, V) fp32 array of the torch backend; several exist at once
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Divergence:
     loss: Tensor  # scalar: sum_n weight_n * D_n, differentiable w.r.t. the student's hidden, weight and bias
-    value: Tensor  # (N,) D_n, detached, like all that follows
+    value: Tensor  # (N,) D_n, detached, like all following fields
     entropy: Tensor  # (N,) of the student
     teacher_entropy: Tensor  # (N,); of the known events and the tail, if the teacher is a TopK
-    reverse_kl: Tensor  # (N,) KL(student || teacher), whatever was asked for: the yardstick runs are compared by
-    statistics: RowStatistics  # the above and what was asked for beside them
+    reverse_kl: Tensor  # (N,) KL(student || teacher), computed for every kind, so that runs can be compared
+    statistics: RowStatistics  # the values above, and additional statistics that were requested
     plan: KernelPlan  # which backend ran, and why
 
     def __repr__(self) -> str:
@@ -91,14 +91,15 @@ def divergence(
 ) -> Divergence:
     """Sum over rows of `weight_n * D_n` and the per-row values. `params`: `beta` for jsd, `alpha` for skew_* and alpha.
 
-    `kind`: a name, or a `Formula` with its parameter. Logits (N, V) may stand in place of a `Projection`: they run in `reference`.
+    `kind`: a name, or a `Formula` with its parameter. Logits (N, V) can replace a `Projection`; they use `reference`.
 
     `support`: full | topk (`k` ids of `side`: teacher, student, union) | ids ((N, K) given ids, a set per row, -1 for
-    none); `closure` says what becomes of the rest. `weight` is (N,), 0 to ignore a row, or a function of RowStatistics
-    called chunk by chunk; it enters here, not afterwards: the head's gradient is summed over rows inside. `merge`:
+    none). `closure`: how to treat the remaining ids. `weight`: (N,), 0 to ignore a row, or a function of RowStatistics
+    called per chunk. Weights must be given here, because the head's gradient is summed over rows inside. `merge`:
     groups of ids that are one event on both sides. `tokens` (N,) and `overlap` (a k) add statistics. `memory`: bytes
-    the call may use beyond its inputs. Ids at or beyond the smaller vocabulary do not exist on either side. `trusted`:
-    given ids and tokens are sure to exist, so that a GPU is not waited for to look; one that does not ends the process.
+    the call may use beyond its inputs. Ids at or above the smaller vocabulary size do not exist on either side.
+    `trusted`: ids and tokens are known to exist, so the call does not wait for a GPU to check them; a bad id then ends
+    the process.
     """
     formula = kind if isinstance(kind, Formula) else Formula.of(kind, params)
     truncation = Truncation(support, k, side, closure)
@@ -135,7 +136,7 @@ def _source(teacher: object) -> Source | TopK:
 
 
 def _shared_size(student: Projection, teacher: Source | TopK | None) -> int:
-    """Ids at or beyond the smallest vocabulary do not exist on either side, which is said where somebody may not know."""
+    """Size of the smallest vocabulary. Ids at or above it do not exist on either side; warns if the sizes differ."""
     others = teacher.parts if isinstance(teacher, Mixture) else [teacher] if isinstance(teacher, Projection) else []
     sizes = [student.vocabulary, *(other.vocabulary for other in others)]
     if len(set(sizes)) > 1:
@@ -149,7 +150,7 @@ def _shared_size(student: Projection, teacher: Source | TopK | None) -> int:
 
 
 def _within(merge: MergeGroups, size: int) -> MergeGroups:
-    """Groups without ids that do not exist. An id is part of one event."""
+    """Merge groups restricted to existing ids. An id can be in only one group."""
     groups = [[index for index in dict.fromkeys(group) if index < size] for group in merge]
     counts = Counter(chain.from_iterable(groups))
     if twice := sorted(index for index, count in counts.items() if count > 1):
@@ -158,7 +159,7 @@ def _within(merge: MergeGroups, size: int) -> MergeGroups:
 
 
 def _require_fit(mixture: Mixture, formula: Formula, truncation: Truncation) -> None:
-    """A sum of divergences is one to a single teacher in one case alone."""
+    """Check that a 'sum' mixture is used only for full reverse KL: only then is it a divergence to a single teacher."""
     if mixture.kind == "sum" and (formula != Formula("reverse_kl") or truncation.support != "full"):
         raise ValueError(
             f"a mixture of kind 'sum' is a sum of reverse KLs over the full vocabulary, and was given {formula.kind!r} over "
@@ -167,7 +168,7 @@ def _require_fit(mixture: Mixture, formula: Formula, truncation: Truncation) -> 
 
 
 def _weighed(weight: Weight, mixture: Mixture) -> Weight:
-    """The weights of rows, times what a mixture's rows are multiplied with."""
+    """Row weights times the mixture's row factor."""
     factor = mixture.row_factor
     if factor is None:
         return weight
@@ -189,7 +190,7 @@ def _result(loss: Tensor, found: RowStatistics, plan: KernelPlan) -> Divergence:
 
 
 def _empty(student: Projection, plan: KernelPlan) -> Divergence:
-    """No rows: a loss of 0 that still has a graph, so that backward leaves zeros."""
+    """Result for no rows: a loss of 0 with a graph, so that backward gives zero gradients."""
     tensors = [tensor for tensor in (student.hidden, student.weight, student.bias) if tensor is not None]
     loss = torch.stack([tensor.sum() * 0 for tensor in tensors]).sum().to(wide_dtype(student.hidden))
     none = student.hidden.new_zeros(0, dtype=loss.dtype)
@@ -247,7 +248,10 @@ def _check(
 
 
 def _require_known(ids: Tensor, size: int, trusted: bool, name: str = "", lowest: int = 0) -> None:
-    """On a GPU to look is to wait for all that is queued; of trusted ids the device itself stops at one that does not exist."""
+    """Check that all ids exist.
+
+    On a GPU this check waits for all queued work. Trusted ids are therefore checked on the device by an assertion.
+    """
     known = (ids >= lowest) & (ids < size)
     if trusted and ids.is_cuda:
         torch._assert_async(known.all(), f"{name}an id is outside the vocabulary of {size} ids")
@@ -266,7 +270,7 @@ def token_logprobs(
 ) -> Tensor:
     """(N,) log-prob of each given id, differentiable; logits are recomputed chunk by chunk in the backward pass.
 
-    `trusted`: see `divergence`. Logits (N, V) may stand in place of a `Projection`.
+    `trusted`: see `divergence`. Logits (N, V) can replace a `Projection`.
     """
     projection = as_projection("projection", projection)
     size = projection.vocabulary
@@ -298,9 +302,9 @@ def statistics(
     trusted: bool = False,
     **params: float,
 ) -> RowStatistics:
-    """A pass for values alone: for gates and weights that need the whole batch first.
+    """Values without gradients, for gates and weights that need the whole batch first.
 
-    Without a teacher, the student's. `trusted`: see `divergence`.
+    Without a teacher, only the student's statistics. `trusted`: see `divergence`.
     """
     for name, given in (("student", student), ("teacher", teacher)):
         if isinstance(given, (Logits, Tensor)):
@@ -323,9 +327,10 @@ def statistics(
 @without_autocast
 @torch.no_grad()
 def likeliest_ids(projection: Projection, k: int, apart: Sequence[int] = ()) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(N, K) ids and log-probs, most likely first: each of `apart`, and the k likeliest of the others; the mass outside, that of `apart`.
+    """(N, K) ids and log-probs, most likely first: all of `apart` and the k likeliest others; and two (N,) log masses.
 
-    Both are (N,) logs. With all members of a group known, it can be merged at any temperature.
+    The log masses are of all other ids, and of `apart`. When all members of a group are known, it can be merged at any
+    temperature.
     """
     job = Job(None, projection.vocabulary)
     apart = [index for index in dict.fromkeys(apart) if index < job.size]
@@ -335,13 +340,15 @@ def likeliest_ids(projection: Projection, k: int, apart: Sequence[int] = ()) -> 
     return ids, logprobs, tail, group
 
 
-# Which backend runs, how large its pieces are, and why: `auto` never picks silently.
+# --- Choosing a backend and its chunk sizes ---
+#
+# `KernelPlan` records the reason for the choice.
 
 
 Backend = Literal["auto", "reference", "chunked", "triton"]
 FAST_TILE_BYTES = 1792 << 20  # both fp32 tiles of `fast` when no budget is given
 VALUES_TILE_BYTES = 512 << 20  # one fp32 tile of a pass that needs no gradient of a divergence
-FEWEST_FAST_ROWS = 256  # below this the head's gradient is read and written more often than it is worth
+FEWEST_FAST_ROWS = 256  # with fewer rows, reading and writing the head's gradient costs too much
 SMALL_ROWS, SMALL_SLAB = 8192, 8192  # tile of `small`: as efficient as larger ones, half a GiB
 FEWEST_SMALL = 256  # rows and columns of the smallest tile worth launching
 ALIGNMENT = 64  # columns; keeps rows of a tile aligned for the tensor cores in any type
@@ -349,7 +356,7 @@ ALIGNMENT = 64  # columns; keeps rows of a tile aligned for the tensor cores in 
 
 @dataclass(frozen=True)
 class KernelPlan:
-    """A choice and its reason. `chunk` rows of tokens at a time; `slab` ids of the vocabulary at a time (0: all)."""
+    """A backend and the reason for it. `chunk`: tokens at a time; `slab`: vocabulary ids at a time (0: all)."""
 
     backend: str
     reason: str
@@ -358,12 +365,12 @@ class KernelPlan:
 
     @property
     def mode(self) -> str:
-        """`fast` keeps whole rows of a chunk of tokens; `small` keeps tiles and computes them again."""
+        """`fast` keeps whole rows of a chunk of tokens; `small` keeps tiles and recomputes them."""
         return "small" if self.slab else "fast"
 
 
 def chunk_tokens(count: int, width: int, bytes_: int) -> int:
-    """Tokens whose (chunk, width) fp32 array fits."""
+    """Number of tokens such that a (tokens, width) fp32 array fits into the bytes."""
     return max(1, min(count, bytes_ // (4 * max(width, 1))))
 
 
@@ -397,7 +404,7 @@ def kernel_plan(
 
 
 def _chunk(job: Job, student: Projection, memory: int | None, chunk_bytes: int) -> int:
-    if student.hidden.is_cuda:  # a GPU wants more rows at once than a processor's cache does
+    if student.hidden.is_cuda:  # a GPU needs more rows at once than fit a CPU's cache
         chunk_bytes *= 8
     if memory is not None:  # raw logits of both sides and the temporaries of a block
         chunk_bytes = min(chunk_bytes, max(memory // 8, 1))
@@ -458,7 +465,7 @@ def heads_obstacle(heads: Sequence[Projection]) -> str:
 
 
 def values_plan(job: Job, student: Projection, teacher: Source | None, chunk_bytes: int) -> KernelPlan:
-    """For passes without a divergence's gradient, and log-probs: pieces of half a GiB on a GPU."""
+    """Plan for log-probs and for passes without a divergence's gradient: chunks of half a GiB on a GPU."""
     ranked = "top-k overlap needs whole sorted rows" if job.overlap and teacher is not None else ""
     obstacle = ranked or mixture_obstacle(teacher) or heads_obstacle(_heads(student, teacher))
     if student.hidden.is_cuda:
@@ -468,7 +475,7 @@ def values_plan(job: Job, student: Projection, teacher: Source | None, chunk_byt
 
 
 def triton_plan(student: Projection, size: int, memory: int | None) -> KernelPlan:
-    """`fast` if its tiles fit the budget beside the gradients, else `small`."""
+    """`fast` if its tiles fit the budget next to the gradients, else `small`."""
     count, width = student.count, student.hidden.shape[1]
     row_bytes = 8 * aligned(size)
     if memory is None:
@@ -497,9 +504,9 @@ def small_plan(student: Projection, size: int, memory: int) -> KernelPlan:
 
 
 def _tile(rows: int, size: int, width: int, left: int) -> tuple[int, int]:
-    """Rows and columns of a tile of `small`, slabs of equal size; (0, 0) if none fits.
+    """Rows and columns of a tile of `small`, with slabs of equal size; (0, 0) if none fits.
 
-    `width` is that of a slab's gradient.
+    `width`: of a slab's gradient.
     """
     slab = min(size, SMALL_SLAB)
     while rows and left < slab * (8 * rows + 4 * width):
@@ -513,5 +520,5 @@ def _tile(rows: int, size: int, width: int, left: int) -> tuple[int, int]:
 
 
 def _rounded(chunk: int) -> int:
-    """Whole tiles of a matrix product, which are 128 or 192 rows high."""
+    """Round down to whole tiles of a matrix product, which have 128 or 192 rows."""
     return chunk // 384 * 384 if chunk > 384 else chunk // 128 * 128 if chunk > 128 else chunk

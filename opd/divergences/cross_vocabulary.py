@@ -1,4 +1,4 @@
-"""Distances between distributions over different vocabularies (ULD, GOLD). The log-probs of a block of rows are held at a time.
+"""Distances between distributions over different vocabularies (ULD, GOLD), computed in blocks of rows.
 
 Axis legend: M = events (spans that both tokenizers cut out), V = ids of one side.
 """
@@ -16,12 +16,13 @@ from opd.divergences.kinds import Closure
 from opd.divergences.projection import MergeGroups, Projection, log_probs, without_autocast
 from opd.divergences.supports import closed
 
-BLOCK_BYTES = 64 << 20  # of one (block, V) array; a handful of them live at once
+BLOCK_BYTES = 64 << 20  # of one (block, V) array; several exist at once
 
 
 def sorted_distance(student: Tensor, teacher: Tensor, k: int | None = None) -> Tensor:
-    """(M,) sum over ranks of |p - q|, both in descending order, the shorter filled up with zeros: what earth has to be moved
-    where every move costs the same. With `k`, the likeliest k of each and what is left of both.
+    """(M,) sum over ranks of |p - q|, both in descending order, the shorter padded with zeros.
+
+    This is an earth mover's distance with equal costs. With `k`: the k likeliest of each, and the remaining mass of both.
 
     >>> sorted_distance(torch.tensor([[0.7, 0.3]]), torch.tensor([[0.1, 0.8, 0.1]]))
     tensor([0.4000])
@@ -44,13 +45,13 @@ def matched_distance(
     beta: float,
     weights: tuple[float, float] | None,
 ) -> Tensor:
-    """(M,) the JSD of events that both vocabularies have, and the sorted distance of the others (GOLD).
+    """(M,) the JSD of events in both vocabularies, plus the sorted distance of the other events (GOLD).
 
-    The common events are a part of the vocabulary, so at the ends of `beta` the KL takes the masses along (`closed`, generalised): the
-    sum alone has a gradient where both sides agree.
+    The common events are only part of the vocabulary, so at beta 0 and 1 the KL includes the masses (`closed`,
+    generalised): the bare sum has a nonzero gradient even if both sides agree.
 
-    `ids`: of the common events, on either side; None: the vocabularies are one. `weights` of the two parts; None: the share of
-    the teacher's ids that are common, and the rest of 1.
+    `ids`: of the common events on either side; None: the vocabularies are the same. `weights` of the two parts; None:
+    the share of the teacher's ids that are common, and the rest of 1.
     """
     formula = Formula.of("jsd", {"beta": beta})
     if ids is None:
@@ -78,8 +79,10 @@ def crossed_loss(
     merge: tuple[MergeGroups, MergeGroups] = ((), ()),
     before: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Sum of weight times distance over events, with gradients; and the distances. `before`: (M,) log-probs of what stands before
-    the rows within their events. Log-probs are made again in the backward pass, a block of rows at a time.
+    """Sum of weight times distance over events, with gradients; and the distances.
+
+    `before`: (M,) log-probs of the tokens before the rows within their events. The backward pass recomputes log-probs, a
+    block of rows at a time.
     """
     wide = max(student.vocabulary, teacher.vocabulary)
     block = max(1, BLOCK_BYTES // (4 * wide))

@@ -1,12 +1,12 @@
-"""Every divergence once, readable, from log-probabilities; every fast path is tested against these.
+"""The definitions of all divergences, from log-probabilities. Every fast path is tested against these.
 
 S is the student, T the teacher, u = T/S. All but `acceptance` are f-divergences, D = sum_v S f(u), and have the
 gradient E_S[(f(u) - u f'(u)) grad log S]. The bracket, shifted by a constant so that it is 0 at u = 1, is the *slope*
-g; its negative is the single-sample advantage of the policy-gradient twin. Names say direction:
+g; its negative is the single-sample advantage for policy gradients. Names give the direction:
 `reverse_kl = KL(S || T)`.
 
-Shapes: log-probs (N, K), K events that may be the vocabulary or a truncated support. `LOG_ZERO` stands for log 0, and -inf is read
-as that: an id that neither side can say adds 0.
+Shapes: log-probs (N, K) of K events, either the vocabulary or a truncated support. `LOG_ZERO` stands for log 0, and
+-inf is treated the same: an id with probability 0 on both sides adds 0.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch import Tensor
 from opd.divergences.kinds import BUILT_IN, PARAMETERS
 from opd.divergences.projection import LOG_ZERO
 
-KINDS: tuple[str, ...] = tuple(kind.name for kind in BUILT_IN)  # kernels know them by their place in this list
+KINDS: tuple[str, ...] = tuple(kind.name for kind in BUILT_IN)  # kernels use the index in this list
 
 
 def reverse_kl(student: Tensor, teacher: Tensor) -> Tensor:
@@ -37,7 +37,7 @@ def forward_kl(student: Tensor, teacher: Tensor) -> Tensor:
 
 
 def jsd(student: Tensor, teacher: Tensor, beta: float = 0.5) -> Tensor:
-    """beta KL(T || M) + (1 - beta) KL(S || M), M = beta T + (1 - beta) S; by convention the ends are the plain KLs."""
+    """beta KL(T || M) + (1 - beta) KL(S || M), M = beta T + (1 - beta) S; by convention beta 0 and 1 give the plain KLs."""
     if beta == 0.0:
         return forward_kl(student, teacher)
     if beta == 1.0:
@@ -77,7 +77,7 @@ def hellinger(student: Tensor, teacher: Tensor) -> Tensor:
 
 
 def acceptance(student: Tensor, teacher: Tensor) -> Tensor:
-    """-log sum min(T, S): the log of the acceptance rate, whose gradient does not fade when S is far from T."""
+    """-log sum min(T, S): minus the log of the acceptance rate. Its gradient does not vanish when S is far from T."""
     return -torch.minimum(finite(student), finite(teacher)).logsumexp(-1)
 
 
@@ -89,7 +89,7 @@ def blend(first: Tensor, second: Tensor, share: float) -> Tensor:
 
 
 def finite(logprobs: Tensor) -> Tensor:
-    """Of -inf, the difference of two is no number, and neither is the product with 0."""
+    """Replace -inf by `LOG_ZERO`: differences of -inf and products with 0 would be NaN."""
     return logprobs.clamp(min=LOG_ZERO)
 
 
@@ -113,7 +113,7 @@ FORMULAS: dict[str, Callable[..., Tensor]] = {
 
 @dataclass(frozen=True)
 class Formula:
-    """A kind with its parameter, the degenerate ends resolved: `jsd` at beta 1 *is* `reverse_kl`.
+    """A kind with its parameter. Degenerate parameters give the plain KL: `jsd` at beta 1 *is* `reverse_kl`.
 
     >>> Formula.of("jsd", {"beta": 1.0})
     Formula(kind='reverse_kl', parameter=0.0)
@@ -151,7 +151,7 @@ class Formula:
 
     @property
     def slope_at_one(self) -> float | None:
-        """f'(1), which the generalised closure removes; None for `acceptance`, which is no f-divergence."""
+        """f'(1), which the generalised closure removes; None for `acceptance`, which is not an f-divergence."""
         a = self.parameter
         return {
             "reverse_kl": -1.0,
@@ -168,11 +168,11 @@ class Formula:
     def terms(  # noqa: PLR0911  one case per kind
         self, student: Tensor, teacher: Tensor, s: Tensor, t: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Summand of the value and S times the slope, (N, K) each: what an analytic gradient needs.
+        """The value's summand and S times the slope, (N, K) each, for the analytic gradient.
 
-        With P = sum phi and G = sum S g, the gradient of D with respect to the logits is `outer'(P) (S g - S G)`, where
-        `outer` is the identity but for `acceptance`. `s` and `t` are the probabilities. Products with S keep u = T/S
-        from overflowing.
+        With P = sum phi and G = sum S g, the gradient of D with respect to the logits is `outer'(P) (S g - S G)`;
+        `outer` is the identity except for `acceptance`. `s` and `t` are the probabilities. Multiplying by S keeps
+        u = T/S from overflowing.
         """
         a = self.parameter
         match self.kind:
@@ -209,7 +209,7 @@ class Formula:
         return total, torch.ones_like(total)
 
 
-# The sampled twins of divergences: what one token drawn from the student is worth, from two log-probs alone.
+# --- Single-sample advantages of divergences, from the two log-probs of the sampled token ---
 
 
 def teacher_log_ratio(teacher: Tensor, behaviour: Tensor) -> Tensor:
@@ -226,7 +226,7 @@ def divergence_advantage(  # noqa: PLR0911  one case per kind
     """Single-sample advantage of a divergence, A(u) with u = T(y)/S(y), shifted so that A = 0 where S = T.
 
     For y drawn from S, `-A log S(y)` has the divergence's own gradient in expectation. `student` and `teacher` are
-    log-probs of the sampled token. `acceptance` also needs `value`, the divergence itself at that position: its
+    log-probs of the sampled token. `acceptance` also needs `value`, the divergence at that position, because its
     advantage is divided by the acceptance rate exp(-value).
 
     >>> divergence_advantage("tvd", torch.tensor([-1.0]), torch.tensor([-0.5]))

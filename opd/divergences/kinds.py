@@ -1,6 +1,6 @@
-"""The one list of divergences and supports: their names, parameters and bounds. The mathematics is in `formulas`.
+"""The list of divergences and supports: names, parameters and bounds. The mathematics is in `formulas`.
 
-S is the student, T the teacher. Names say direction: `reverse_kl = KL(S || T)`.
+S is the student, T the teacher. Names give the direction: `reverse_kl = KL(S || T)`.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ Closure = Literal["tail", "renormalised", "generalised", "none"]
 
 
 class DivergenceKind(Choice):
-    """A divergence with its parameters. See `CustomDivergence` for one of your own."""
+    """A divergence with its parameters. To add your own, see `CustomDivergence`."""
 
     family = "divergence"
-    f_divergence: ClassVar[bool] = True  # sum_v S f(T/S); the generalised closure is defined for these alone
-    of_one_token: ClassVar[bool] = True  # a sampled token has an advantage that its own two log-probs determine
+    f_divergence: ClassVar[bool] = True  # sum_v S f(T/S); the generalised closure needs this form
+    of_one_token: ClassVar[bool] = True  # a sampled token's advantage depends only on its own two log-probs
     by_log_ratio: ClassVar[bool] = False  # that advantage is the plain log-ratio, log T - log S
 
     @property
@@ -37,7 +37,7 @@ class DivergenceKind(Choice):
 
     @property
     def plain_kl(self) -> str:
-        """Its name, or that of the KL that it is at an end of its range."""
+        """Its name, or the name of the plain KL that its parameter makes it."""
         return self.name
 
     def formula(self) -> Formula:
@@ -46,16 +46,16 @@ class DivergenceKind(Choice):
         return Formula.of(self.name, self.parameters)
 
     def advantage(self, student: Tensor, teacher: Tensor) -> Tensor:
-        """What a sampled token is worth, from its two log-probs; 0 where they agree."""
+        """Advantage of a sampled token from its two log-probs; 0 if they are equal."""
         from opd.divergences.formulas import divergence_advantage
 
         return divergence_advantage(self.name, student, teacher, **self.parameters)
 
 
 class CustomDivergence(DivergenceKind):
-    """Base of divergences that are not in this list: `value` is all they need. They have no kernel and run in torch.
+    """Base class of your own divergences. Define `value`; they run in torch, without a kernel.
 
-    With `of_one_token = True` and `advantage`, a policy gradient can use it too.
+    With `of_one_token = True` and `advantage`, a policy gradient can use the divergence too.
     """
 
     f_divergence = False
@@ -63,7 +63,7 @@ class CustomDivergence(DivergenceKind):
 
     @abstractmethod
     def value(self, student: Tensor, teacher: Tensor) -> Tensor:
-        """(N,) from log-probs (N, K), differentiable in the student's; 0 with gradient 0 where both agree."""
+        """(N,) from log-probs (N, K), differentiable in the student's; 0 with gradient 0 if both are equal."""
         raise NotImplementedError
 
     def formula(self) -> Formula:
@@ -169,17 +169,17 @@ class Support(Choice):
 
     @property
     def for_f_divergences(self) -> bool:
-        """Whether it is defined for f-divergences alone."""
+        """Whether it is defined only for f-divergences."""
         return False
 
     @property
     def teacher_ids(self) -> int | None:
-        """How many of the teacher's likeliest ids are all it needs of it; None: its whole distribution."""
+        """Number of the teacher's likeliest ids that are sufficient; None: it needs the whole distribution."""
         return None
 
     @property
     def leaves_rest(self) -> bool:
-        """Whether nothing is said about the mass outside, so that it need not be known."""
+        """Whether it ignores the mass outside the support, so that this mass may be unknown."""
         return False
 
     @property
@@ -196,7 +196,7 @@ class Full(Support):
 
 
 class TopIds(Support):
-    """The k likeliest ids of one side or both, and a rule for the rest."""
+    """The k likeliest ids of one side or both, and a rule for the remaining ids."""
 
     name = "topk"
     k: Positive = Field(64, description="of support: topk")
@@ -243,5 +243,5 @@ def _parameter(kind: type[DivergenceKind]) -> tuple[str, float, float, float] | 
     return None
 
 
-# name, default, smallest and largest value of the one parameter a kind may have
+# name, default, minimum and maximum of a kind's parameter
 PARAMETERS = {kind.name: found for kind in BUILT_IN if (found := _parameter(kind)) is not None}

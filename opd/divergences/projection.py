@@ -1,6 +1,6 @@
-"""A language-model head that has not been multiplied out yet: hidden states and the matrix that turns them into logits.
+"""A language-model head before its matrix product: hidden states and the matrix that turns them into logits.
 
-Everything in this package works from `Projection`s, so that the (N, V) logits exist only a chunk at a time.
+Everything in this package works on `Projection`s, so the (N, V) logits exist only a chunk at a time.
 Axis legend: N = tokens, D = hidden width, V = vocabulary rows of the head.
 """
 
@@ -29,7 +29,7 @@ MergeGroups = Sequence[Sequence[int]]  # each group of ids is one event
 class Projection:
     """Logits are `softcap_tanh(scale * (hidden @ weight.T + bias))` over the first `size` ids; the rest is padding.
 
-    A bias of -inf, with which a model rules an id out, becomes `LOG_ZERO`, or the lowest number of its type.
+    A bias of -inf, which rules an id out, becomes `LOG_ZERO`, or the lowest number of its type.
     """
 
     hidden: Tensor  # (N, D)
@@ -41,7 +41,7 @@ class Projection:
 
     def __post_init__(self) -> None:
         if self.bias is not None:
-            lowest = max(LOG_ZERO, torch.finfo(self.bias.dtype).min)  # float16 ends before
+            lowest = max(LOG_ZERO, torch.finfo(self.bias.dtype).min)  # float16 cannot represent LOG_ZERO
             object.__setattr__(self, "bias", self.bias.clamp(min=lowest))
 
     @property
@@ -65,12 +65,12 @@ class Projection:
         return replace(self, hidden=self.hidden.detach(), weight=self.weight.detach(), bias=bias)
 
     def logits(self, size: int | None = None) -> Tensor:
-        """(N, size) in fp32 (fp64 stays fp64). bf16 inputs accumulate and come out in fp32, never rounded to bf16."""
+        """(N, size) in fp32 (fp64 stays fp64). bf16 inputs are accumulated and returned in fp32, never rounded to bf16."""
         size = self.vocabulary if size is None else size
         return self.finished(Fp32Linear.apply(self.hidden, self.weight[:size]))
 
     def finished(self, logits: Tensor) -> Tensor:
-        """The rest of the formula, where `hidden @ weight.T` is there already."""
+        """Apply bias, scale and softcap to the product `hidden @ weight.T`."""
         if self.bias is not None:
             logits = logits + self.bias[: logits.shape[-1]]
         if self.scale != 1.0:
@@ -81,7 +81,7 @@ class Projection:
 
 
 class Logits(Projection):
-    """Logits that exist already, where a head would give them: (N, V) in `hidden`, and a head without width."""
+    """Existing logits in place of a head: (N, V) in `hidden`, and a head of width 0."""
 
     @classmethod
     def of(cls, logits: Tensor) -> Logits:
@@ -93,7 +93,7 @@ class Logits(Projection):
 
 
 def as_projection(name: str, given: Any) -> Projection:
-    """A `Projection`, also where logits themselves are given."""
+    """A `Projection`, from a `Projection` or from logits."""
     if isinstance(given, Projection):
         return given
     if not isinstance(given, Tensor):
@@ -131,7 +131,7 @@ class Fp32Linear(torch.autograd.Function):
 
 
 def matmul(left: Tensor, right: Tensor, out: Tensor | None = None) -> Tensor:
-    """`left @ right`, accumulated and returned in fp32 (fp64 for fp64 inputs), whatever autocast says."""
+    """`left @ right`, accumulated and returned in fp32 (fp64 for fp64 inputs), regardless of autocast."""
     with torch.autocast(left.device.type, enabled=False):
         if left.dtype in (torch.bfloat16, torch.float16) and left.is_cuda and left.dtype == right.dtype:
             return torch.mm(left, right, out_dtype=torch.float32, out=out)
@@ -155,7 +155,7 @@ def merge_events(logits: Tensor, merge: MergeGroups) -> Tensor:
 
 
 def canonical_ids(ids: Tensor, merge: MergeGroups) -> Tensor:
-    """Each id of a merged group is replaced by the group's first id, where its event lives."""
+    """Replace each id of a merged group by the group's first id, which holds the event."""
     for group in merge:
         members = list(dict.fromkeys(group))
         if len(members) > 1:
@@ -182,7 +182,7 @@ def without_autocast(function: Callable[P, R]) -> Callable[P, R]:
     def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
         given = next((value for value in (*args, *kwargs.values()) if isinstance(value, (Projection, Tensor))), None)
         if given is None:
-            return function(*args, **kwargs)  # which refuses them
+            return function(*args, **kwargs)  # it raises the error
         device = given.device if isinstance(given, Tensor) else given.hidden.device
         own_gpu = torch.cuda.device(device) if device.type == "cuda" else nullcontext()
         with torch.autocast(device.type, enabled=False), own_gpu:
@@ -191,18 +191,18 @@ def without_autocast(function: Callable[P, R]) -> Callable[P, R]:
     return wrapped
 
 
-# Several teachers on one token, combined before the divergence sees them.
+# --- Mixtures: several teachers on one token, combined before the divergence ---
 #
 # arithmetic   T = sum_i w_i T_i            weights >= 0, normalised: any of the teachers may be right
 # geometric    log T = sum_i w_i log T_i    up to a constant; weights of any sign: all agree, or one is subtracted
-# sum          sum_i w_i KL(S || T_i)       weights >= 0; under `reverse_kl` alone
+# sum          sum_i w_i KL(S || T_i)       weights >= 0; only with `reverse_kl`
 #
 # A part may be the student's own projection: parts are always detached. That gives, as plain divergences,
 # Veto (`[teacher, student], [1, beta]`), ExOPD and AlignDistil (`[teacher, reference], [scale, 1 - scale]`), and the
 # skew reverse KL of DistiLLM-2 (`arithmetic`, `[teacher, student], [1 - alpha, alpha]` under `reverse_kl`).
 #
-# A sum is the reverse KL to the geometric mean, times the sum of the weights, plus a constant: the gradients are equal. So it is
-# computed as a geometric mean that is not normalised, which is no distribution: of a sum, `teacher_entropy` means nothing.
+# A sum equals the reverse KL to the geometric mean, times the sum of the weights, plus a constant, so the gradients are
+# equal. It is computed as an unnormalised geometric mean, which is not a distribution: its `teacher_entropy` is meaningless.
 
 
 Combination = Literal["arithmetic", "geometric", "sum"]
@@ -212,10 +212,10 @@ Combination = Literal["arithmetic", "geometric", "sum"]
 class Mixture:
     """Teachers with their weights. All parts see the same N tokens; ids beyond the smallest vocabulary do not exist."""
 
-    parts: Sequence[Projection]  # logits that are given in their place become such
+    parts: Sequence[Projection]  # logits are converted to projections
     weights: Sequence[float | Tensor]  # numbers, or (N,): one per token
     kind: Combination = "arithmetic"
-    factor: float | Tensor | None = None  # one, or (N,), that the loss of every token is multiplied with
+    factor: float | Tensor | None = None  # factor of every token's loss: a number, or (N,)
 
     def __post_init__(self) -> None:
         parts = [as_projection(f"part {number} of a mixture", part) for number, part in enumerate(self.parts)]
@@ -246,7 +246,7 @@ class Mixture:
 
     @property
     def shares(self) -> list[float | Tensor]:
-        """The weights; but for a geometric mixture they sum to 1."""
+        """The weights, normalised to sum to 1 except in a geometric mixture."""
         total = 1.0 if self.kind == "geometric" else sum(self.weights)
         return [weight / total for weight in self.weights]
 
@@ -263,14 +263,14 @@ class Mixture:
 
     @property
     def row_factor(self) -> float | Tensor | None:
-        """What the loss of every token is multiplied with."""
+        """Factor of every token's loss; None: 1."""
         total = sum(self.weights) if self.kind == "sum" else None
         if total is None or self.factor is None:
             return self.factor if total is None else total
         return self.factor * total
 
     def log_probs(self, size: int, merge: MergeGroups = (), temperature: float = 1.0) -> Tensor:
-        """(N, size) of the mixture. Parts are merged into events first: a geometric mean is one of events."""
+        """(N, size) log-probs of the mixture. Parts are merged into events first, so a geometric mean is over events."""
         total: Tensor | None = None
         for part, share in zip(self.parts, self.shares, strict=True):
             if isinstance(share, float) and share == 0:
@@ -291,12 +291,12 @@ class Mixture:
 
 
 def _log(share: float | Tensor) -> float | Tensor:
-    """Of a share, one row's or everyone's; of none, a finite stand-in."""
+    """Log of a share, per row or common to all rows; a finite stand-in for log 0."""
     return share.log().clamp(min=LOG_ZERO)[:, None] if isinstance(share, Tensor) else math.log(share)
 
 
 def absent_ids(merge: MergeGroups, size: int) -> list[int]:
-    """Ids whose mass moved to the first id of their group."""
+    """Ids that merging moved into the first id of their group."""
     found: list[int] = []
     for group in merge:
         found += [index for index in dict.fromkeys(group) if index < size][1:]
@@ -312,18 +312,17 @@ def source_log_probs(source: Source, size: int, merge: MergeGroups = (), tempera
     return log_probs(source, size, merge, temperature)
 
 
-# Elementwise functions whose result does not depend on where in a tensor an element lies.
+# --- Elementwise functions with results independent of an element's position ---
 #
-# On a CPU, PyTorch runs `exp`, `log` or `tanh` over whole vectors and finishes the last few elements one by one, with a
-# scalar function that may round the last bit differently (it does with AVX-512). A row at the end of a batch would then
-# differ from the same row at its beginning.
+# On a CPU, PyTorch computes `exp`, `log` or `tanh` in vectors, and the last few elements with a scalar function that may
+# round differently (with AVX-512 it does). The same row could then differ at the start and at the end of a batch.
 
 
-LANES = 64  # elements one turn of the widest loop takes: two vectors of 512 bits, 16 bits each
+LANES = 64  # elements per iteration of the widest loop: two vectors of 512 bits, 16 bits each
 
 
 def evenly(function: Callable[..., Tensor], *values: Tensor) -> Tensor:
-    """`function` of every element, padded to whole turns of the loop, so that equal elements give equal bits."""
+    """Apply `function` with padding to whole iterations of the loop, so that equal elements give equal bits."""
     first = values[0]
     missing = -first.numel() % LANES
     if missing == 0 or first.device.type != "cpu":
@@ -332,12 +331,12 @@ def evenly(function: Callable[..., Tensor], *values: Tensor) -> Tensor:
 
 
 def even_logsumexp(values: Tensor) -> Tensor:
-    """(N, E) -> (N,). A row of -inf alone gives -inf."""
+    """(N, E) -> (N,). A row with only -inf gives -inf."""
     peak = values.amax(-1).clamp(min=torch.finfo(values.dtype).min)
     return evenly(torch.log, evenly(torch.exp, values - peak[:, None]).sum(-1)) + peak
 
 
-# Small arrays onto the device without waiting for it: a plain copy would first let everything queued there finish.
+# --- Copying small arrays to the device without waiting for its queued work, as a plain copy would ---
 
 
 def upload(array: np.ndarray, device: torch.device | str) -> Tensor:

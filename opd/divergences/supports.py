@@ -1,17 +1,17 @@
-"""Divergences on part of the vocabulary: which ids, and what becomes of the mass outside.
+"""Divergences on part of the vocabulary: which ids, and how to treat the mass outside.
 
 A sum over a support A is not a divergence by itself: its gradient is not 0 at S = T (it pushes mass into A or out of
-it). A closure decides:
+it). The closure sets how the rest is treated:
 
     tail           one more event holds the rest of each side (default; exact for the coarse-grained distributions)
-    renormalised   both sides are conditioned on A; nothing is said about the mass outside
+    renormalised   both sides are conditioned on A; the mass outside is ignored
     generalised    f~(u) = f(u) - f'(1)(u - 1) on A: zero with zero gradient at S = T, still an estimate
-    none           the bare sum. Not a divergence; here to reproduce what others publish
+    none           the bare sum. Not a divergence; included to reproduce published results
 
-With whole rows of log-probs the tail is the log-sum-exp of the ids outside A, exact however small it is. One minus the sum over
-A is not: that sum is near 1, and each log-prob in it is a logit less a normaliser, rounded as numbers up to 64 are: to 4e-6 in
-fp32. A server that sends A alone leaves no other way; `TopRows.vague` marks the rows whose tail is smaller than that, where it is
-not known.
+With whole rows of log-probs, the tail is the log-sum-exp of the ids outside A, which is exact however small it is. One
+minus the sum over A is not exact: the sum is near 1, and each log-prob in it is a logit minus a normaliser, rounded like
+numbers up to 64: to 4e-6 in fp32. If a server sends only A, there is no other way; `TopRows.vague` marks the rows with a
+smaller, hence unknown, tail.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from opd.divergences.projection import LOG_ZERO, MergeGroups, canonical_ids
 from opd.records import TopK
 
 Support = Literal["full", "topk", "ids"]
-SMALL_MASS = 1e-20  # sums of probabilities below may lack some that are no floats any more
-SUM_STEPS = 32  # of a type's epsilon: how far the listed masses of a row may be from what they should add up to
-TOP_BLOCK = 64  # ids whose maximum stands for them where the k likeliest are looked for
+SMALL_MASS = 1e-20  # smaller sums of probabilities may have lost terms to underflow
+SUM_STEPS = 32  # error bound of the sum of a row's listed masses, in epsilons of the type
+TOP_BLOCK = 64  # ids per block in the search for the k likeliest; a block is represented by its maximum
 
 
 @dataclass(frozen=True)
 class Truncation:
-    """How a divergence is cut down; `support="full"` leaves it whole."""
+    """How a divergence is restricted to a support; `support="full"` means no restriction."""
 
     support: Support = "full"
     k: int | None = None
@@ -55,7 +55,7 @@ class Truncation:
             raise ValueError(f"k {self.k} must be at least 1")
 
     def choose(self, log_s: Tensor, log_t: Tensor, ids: Tensor | None, merge: MergeGroups) -> Tensor:
-        """(N, K) ids of the support, -1 where a row has fewer: top-k of one side or both, or the given ids as a set."""
+        """(N, K) ids of the support, -1 if a row has fewer: top-k of one side or both, or the given ids as a set."""
         if self.support == "ids":
             assert ids is not None
             return unique_ids(canonical_ids(ids, merge))
@@ -66,7 +66,7 @@ class Truncation:
 
 
 def largest(values: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """`values.topk(k)` of every row. On a GPU a long row is not sorted through as a whole: see `largest_by_blocks`."""
+    """`values.topk(k)` of every row. On a GPU, long rows avoid a full sort: see `largest_by_blocks`."""
     if values.is_cuda and values.shape[-1] > 4 * k * TOP_BLOCK:
         return largest_by_blocks(values, k)
     found = values.topk(k, dim=-1)
@@ -74,7 +74,10 @@ def largest(values: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
 
 def largest_by_blocks(values: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """The same from the k blocks with the largest maxima, and what no block holds: no other block can have one of the k."""
+    """`values.topk(k)` from the k blocks with the largest maxima and the columns after the last block.
+
+    No other block can contain one of the k largest values.
+    """
     rows, size = values.shape
     blocks = size // TOP_BLOCK
     inside = torch.arange(TOP_BLOCK, device=values.device)
@@ -87,7 +90,7 @@ def largest_by_blocks(values: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
 
 def unique_ids(ids: Tensor) -> Tensor:
-    """Each id of a row once, in ascending order; repetitions become -1. Monte-Carlo draws repeat, sets do not."""
+    """Distinct ids of a row in ascending order; duplicates become -1. Monte-Carlo draws may repeat, sets may not."""
     ordered = ids.sort(-1).values
     repeated = torch.zeros_like(ordered, dtype=torch.bool)
     repeated[:, 1:] = ordered[:, 1:] == ordered[:, :-1]
@@ -95,27 +98,28 @@ def unique_ids(ids: Tensor) -> Tensor:
 
 
 def gather(logprobs: Tensor, ids: Tensor) -> Tensor:
-    """Log-probs at `ids`, log 0 where an id is -1."""
+    """Log-probs at `ids`; log 0 for an id of -1."""
     return logprobs.gather(-1, ids.clamp(min=0)).masked_fill(ids < 0, LOG_ZERO)
 
 
 def complement(logprobs: Tensor, ids: Tensor) -> Tensor:
-    """(N, V) log-probs with log 0 at `ids`; an id of -1 stands for none."""
+    """(N, V) log-probs with log 0 at `ids`; -1 means no id."""
     rows, size = logprobs.shape
     chosen = torch.zeros(rows, size + 1, dtype=torch.bool, device=logprobs.device)
-    chosen.scatter_(-1, torch.where(ids < 0, size, ids), True)  # the last column collects what is no id
+    chosen.scatter_(-1, torch.where(ids < 0, size, ids), True)  # the last column collects the -1 entries
     return logprobs.masked_fill(chosen[:, :size], LOG_ZERO)
 
 
 def outside(logprobs: Tensor, ids: Tensor) -> Tensor:
-    """(N, 1) log of the mass that is not at `ids`, from whole rows (N, V); log 0 where nothing is outside."""
+    """(N, 1) log of the mass outside `ids`, from whole rows (N, V); log 0 if nothing is outside."""
     return complement(logprobs, ids).logsumexp(-1, keepdim=True)
 
 
 def spread_outside(logprobs: Tensor, probs: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
-    """(N, V) the distribution over what is not at `ids`, 0 at them, and (N, 1) `outside`. No gradients.
+    """(N, V) the distribution over the ids outside `ids`, 0 at `ids`; and (N, 1) `outside`. No gradients.
 
-    On a CPU a sum of probabilities costs a tenth of a log-sum-exp and is as exact, unless they come near the smallest float.
+    On a CPU, a sum of probabilities costs a tenth of a log-sum-exp and is as exact, unless they are near the smallest
+    float.
     """
     if probs.device.type != "cpu":
         rest = complement(logprobs, ids)
@@ -133,9 +137,9 @@ def spread_outside(logprobs: Tensor, probs: Tensor, ids: Tensor) -> tuple[Tensor
 
 
 def on_support(logprobs: Tensor, ids: Tensor, closure: Closure, probs: Tensor | None = None) -> Tensor:
-    """(N, K) log-probs at `ids`, from whole rows (N, V); for the closure `tail` with one more column, the tail.
+    """(N, K) log-probs at `ids`, from whole rows (N, V); the closure `tail` adds one column for the tail.
 
-    With the probabilities it may be cheaper, and has no gradients.
+    Given `probs`, it may be cheaper, but has no gradients.
     """
     chosen = gather(logprobs, ids)
     if closure != "tail":
@@ -145,7 +149,7 @@ def on_support(logprobs: Tensor, ids: Tensor, closure: Closure, probs: Tensor | 
 
 
 def sum_resolution(dtype: torch.dtype) -> float:
-    """The smallest mass that one minus a sum of masses can tell from nothing, of log-probs of this type.
+    """The smallest mass that one minus a sum of masses can distinguish from 0, for log-probs of this type.
 
     >>> f"{sum_resolution(torch.float32):.1e}"
     '3.8e-06'
@@ -154,9 +158,9 @@ def sum_resolution(dtype: torch.dtype) -> float:
 
 
 def unlisted(logprobs: Tensor, resolution: float) -> Tensor:
-    """(N,) log of one minus the sum of the listed masses (N, K): all that is known where the others are not listed.
+    """(N,) log of one minus the sum of the listed masses (N, K), for when the other ids are not listed.
 
-    Never below `resolution`.
+    At least log `resolution`.
     """
     return (1 - logprobs.exp().sum(-1)).clamp(min=resolution).log()
 
@@ -178,12 +182,12 @@ def closed(formula: Formula, closure: Closure, student: Tensor, teacher: Tensor)
 
 @dataclass(frozen=True, eq=False)
 class TopRows:
-    """A `TopK` made ready: groups merged, on the device, -1 for what is missing."""
+    """A prepared `TopK`: groups merged, on the device, -1 for missing ids."""
 
     ids: Tensor  # (N, K)
     logprobs: Tensor  # (N, K), LOG_ZERO where ids is -1
     tail: Tensor  # (N,) log of the mass outside
-    vague: Tensor  # (N,) bool: the mass outside is not known, only that it is at most `tail`
+    vague: Tensor  # (N,) bool: the mass outside is unknown, but at most `tail`
 
     @property
     def count(self) -> int:
@@ -193,12 +197,14 @@ class TopRows:
         return TopRows(self.ids[index], self.logprobs[index], self.tail[index], self.vague[index])
 
     def on_support(self, closure: Closure) -> Tensor:
-        """(N, K) log-probs; for the closure `tail` with one more column, the tail."""
+        """(N, K) log-probs; the closure `tail` adds one column for the tail."""
         return torch.cat([self.logprobs, self.tail[:, None]], -1) if closure == "tail" else self.logprobs
 
     def seen(self, student: Tensor) -> Tensor:
-        """(N, K + 1) log-probs of the student with its tail, as far as this teacher can tell: where its own tail is vague, a
-        smaller one of the student's counts as equal, and has no gradient."""
+        """(N, K + 1) log-probs of the student with its tail.
+
+        If the teacher's tail is vague, a smaller student tail counts as equal and has no gradient.
+        """
         tail = torch.where(self.vague & (student[:, -1] < self.tail), self.tail, student[:, -1])
         return torch.cat([student[:, :-1], tail[:, None]], -1)
 
@@ -213,18 +219,20 @@ class TopRows:
         k: int | None,
         tau: float,
     ) -> TopRows:
-        """Merge groups: with `stop_logprob` the first group is one known event; a group that is complete in a row is
-        summed; an incomplete one goes to the tail, on both sides. Then the `k` likeliest events are kept.
+        """Merge groups, then keep the `k` likeliest events.
 
-        At a temperature `tau` other than 1 a sum is known from its members alone."""
+        With `stop_logprob` the first group is one known event. A group that is complete in a row is summed; an
+        incomplete one goes to the tail, on both sides. At a temperature `tau` other than 1, a sum is known only from
+        its members.
+        """
         ids = torch.as_tensor(top.ids).to(device=device, dtype=torch.long)
         given = torch.as_tensor(top.logprobs)
         logprobs = given.to(device=device, dtype=dtype)
         listed = (ids >= 0) & ~logprobs.isnan()
         known = listed & (ids < size)
-        joining = [(logprobs / tau).masked_fill(~listed | known, LOG_ZERO)]  # what goes to the tail
+        joining = [(logprobs / tau).masked_fill(~listed | known, LOG_ZERO)]  # masses that move to the tail
         ids, logprobs = ids.masked_fill(~known, -1), (logprobs / tau).masked_fill(~known, LOG_ZERO)
-        leaving = torch.full_like(known[:, 0], tau != 1.0)  # whether something of the tail is now an event
+        leaving = torch.full_like(known[:, 0], tau != 1.0)  # whether part of the tail became an event
         groups = [[index for index in dict.fromkeys(group) if index < size] for group in merge]
         for number, group in enumerate(groups):
             stop_known = number == 0 and tau == 1.0
@@ -243,14 +251,15 @@ class TopRows:
 def _tail_of(
     top: TopK, logprobs: Tensor, joining: Tensor, leaving: Tensor, whole: Tensor, given: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """The tail that was sent, with what joins it, and whether it is vague; one minus the sum where none was sent, or it is wrong.
+    """(N,) log tail, and (N,) whether it is vague.
 
-    `whole`: rows whose support is the whole vocabulary, so that nothing is outside.
+    The tail is the one that was sent plus `joining`, or one minus the sum if none was sent or it is wrong. `whole`: rows
+    with the whole vocabulary as support, so that nothing is outside.
     """
     resolution = max(sum_resolution(dtype) for dtype in (given, logprobs.dtype))
     sent = torch.as_tensor(top.tail).to(logprobs).clamp(min=LOG_ZERO)
     tail = torch.cat([sent[:, None], joining], -1).logsumexp(-1)
-    floor = math.log(resolution / SUM_STEPS)  # what earlier versions sent in place of anything smaller
+    floor = math.log(resolution / SUM_STEPS)  # earlier versions sent this value for any smaller tail
     unknown = sent.isnan() | ((sent - floor).abs() < 1e-3) | leaving | (logprobs.exp().sum(-1) > 1 + resolution)
     tail = torch.where(unknown, unlisted(logprobs, resolution), tail).masked_fill(whole, LOG_ZERO)
     return tail, unknown & ~whole & (tail < math.log(resolution) + 1e-3)
@@ -259,9 +268,10 @@ def _tail_of(
 def merge_top(
     ids: Tensor, logprobs: Tensor, group: list[int], stop: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """One event per row for `group` in an extra column: its given mass, else the sum of all members, else none.
+    """Add a column with one event per row for `group`: its given mass, else the sum of all members, else none.
 
-    Also (N, K) log-probs of the members where there is none, and (N,) whether the given mass is of more ids than are listed.
+    Also returns (N, K) log-probs of the members in rows without an event, and (N,) whether the given mass covers more
+    ids than are listed.
     """
     if len(group) < 2:
         return ids, logprobs, logprobs[:, :0], torch.zeros_like(ids[:, 0], dtype=torch.bool)

@@ -1,7 +1,7 @@
 """The torch backend: gradient in the forward pass, a chunk of tokens at a time, on any device.
 
-A chunk is sized for the matrix products; inside it, blocks of rows are sized for the processor's cache, since the
-dozen elementwise passes of a divergence would otherwise each go to main memory. Backward only scales what is there.
+A chunk is sized for the matrix products. Within it, blocks of rows are sized for the CPU's cache, because otherwise each
+of a divergence's dozen elementwise passes would read main memory. Backward only scales the stored gradients.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from opd.divergences.supports import TopRows, Truncation, closed, gather, larges
 
 Compute = Callable[[tuple[bool, ...]], tuple[Tensor, list[Tensor | None]]]
 Scale = Callable[[Tensor, Tensor], None]
-BLOCK_BYTES = 2 << 20  # of one (block, V) array, on a CPU; a handful of them live at once
+BLOCK_BYTES = 2 << 20  # of one (block, V) array on a CPU; several exist at once
 
 
 def slices(count: int, step: int) -> Iterator[slice]:
@@ -41,7 +41,7 @@ def slices(count: int, step: int) -> Iterator[slice]:
 
 
 def block_rows(array: Tensor) -> int:
-    """Rows of one cache-sized block; a GPU takes the chunk whole."""
+    """Rows of one cache-sized block; on a GPU, the whole chunk."""
     if array.device.type != "cpu":
         return max(array.shape[0], 1)
     return max(1, BLOCK_BYTES // max(array.shape[1] * array.element_size(), 1))
@@ -56,10 +56,10 @@ def scale_(grad: Tensor, factor: Tensor) -> None:
 
 
 class GradientInForward(torch.autograd.Function):
-    """`compute(needs)` gives the loss and the gradients of hidden states, head and bias; backward only scales them.
+    """`compute(needs)` returns the loss and the gradients of hidden states, head and bias; backward only scales them.
 
-    The first backward scales them in place and hands them out, so that no copy of the head's gradient is ever made; a
-    second one through a retained graph computes them again.
+    The first backward scales them in place and returns them, so the head's gradient is never copied. A second backward
+    through a retained graph recomputes them.
     """
 
     @staticmethod
@@ -113,30 +113,30 @@ def chunked_divergence(
             total += loss
             sink.append(observed)
         grads.add(rows, raw, student.hidden[rows])
-        del raw, raw_t, part_log_t, log_t, t  # before the next chunk's are made
+        del raw, raw_t, part_log_t, log_t, t  # free them before the next chunk
     return total, grads.finish()
 
 
 def log_softmax_(raw: Tensor, projection: Projection, job: Job) -> tuple[Tensor, Tensor]:
-    """Log-probs of a block over the head's products, and probabilities."""
+    """Log-probs of a block, written over the head's products, and probabilities."""
     logits = transform_(raw, projection, job.temperature)
     Events.merge_(logits, job.merge)
     return softmax_(logits)[:2]
 
 
 class HeadGradients:
-    """Sums of the gradients of hidden states, head and bias over chunks; the head's, which adds up many, in fp32."""
+    """Sums of the gradients of hidden states, head and bias over chunks; the head's is accumulated in fp32."""
 
     def __init__(self, student: Projection, needs: tuple[bool, ...]) -> None:
         self._student, wide = student, wide_dtype(student.hidden)
         hidden, weight, bias = student.hidden, student.weight, student.bias
         self.hidden = torch.zeros_like(hidden) if needs[0] else None
         self.weight = torch.empty_like(weight, dtype=wide) if needs[1] else None
-        self._begun = False  # `weight` holds something
+        self._begun = False  # whether `weight` is initialised
         self.bias = torch.zeros_like(bias, dtype=wide) if needs[2] and bias is not None else None
 
     def add(self, rows: slice, grad: Tensor, hidden: Tensor) -> None:
-        """`grad` (n, size) is in the head's products before bias and scale."""
+        """`grad` (n, size): with respect to the head's products, before bias and scale."""
         size = grad.shape[1]
         operand = grad.to(hidden.dtype) if grad.is_cuda else grad
         if self.hidden is not None:
@@ -189,7 +189,7 @@ class ChunkedLogprobs(torch.autograd.Function):
                 chosen = logits.gather(-1, targets[where, None]).squeeze(-1)
                 normaliser[where] = logits.logsumexp(-1)
                 logprobs[where] = chosen - normaliser[where]
-            del raw, logits  # before the next chunk's are made
+            del raw, logits  # free them before the next chunk
         ctx.save_for_backward(hidden, weight, bias, targets, normaliser)
         ctx.static = projection, merge, temperature, chunk
         return logprobs
@@ -222,7 +222,7 @@ class ChunkedLogprobs(torch.autograd.Function):
 
 @torch.no_grad()
 def chunked_statistics(job: Job, student: Projection, teacher: Source | None, chunk: int) -> Iterator[RowStatistics]:
-    """Values only: what gates that must see the whole batch first are made from."""
+    """Values without gradients, for gates that need the whole batch first."""
     for rows in slices(student.count, chunk):
         log_s, s = log_softmax_(matmul(student.hidden[rows], student.weight[: job.size].T), student, job)
         log_t, t = None, None
@@ -237,8 +237,7 @@ def chunked_statistics(job: Job, student: Projection, teacher: Source | None, ch
 
 
 def likeliest_rows(job: Job, projection: Projection, k: int, apart: list[int]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Ids and log-probs of `apart` and of the k likeliest others, most likely first; the log-probs of all that is outside, and of
-    `apart` together."""
+    """Ids and log-probs of `apart` and the k likeliest others, most likely first; log masses of other ids and of `apart`."""
     log_p, _ = log_softmax_(matmul(projection.hidden, projection.weight[: job.size].T), projection, job)
     members = torch.tensor(apart, dtype=torch.long, device=log_p.device)
     own = log_p[:, members]
@@ -249,34 +248,34 @@ def likeliest_rows(job: Job, projection: Projection, k: int, apart: list[int]) -
     return ids.gather(-1, order), logprobs, tail, own.logsumexp(-1)
 
 
-# One block of rows: raw logits in, statistics out, and the gradient of the weighted loss left in place of the logits.
+# --- One block of rows: from raw logits to statistics and, in place, the gradient of the weighted loss ---
 #
-# Everything here is plain torch on (n, V) arrays small enough to stay in a cache; `chunked` feeds it block by block.
-# `reference_rows` is the same computation written for autograd: the definition.
+# Plain torch on (n, V) arrays that fit in a cache; `chunked` calls it block by block. `reference_rows` is the same
+# computation written for autograd, and serves as the definition.
 
 
 @dataclass(frozen=True, eq=False)
 class RowStatistics:
-    """What one pass knows about each row, detached; after temperature and merging.
+    """Detached values of each row from one pass, after temperature and merging.
 
-    None: not asked for, or no teacher.
+    None: not requested, or no teacher.
     """
 
     index: Tensor  # (n,) which rows of the call these are
     entropy: Tensor  # (n,) of the student
     value: Tensor | None = None  # (n,) the divergence
     teacher_entropy: Tensor | None = None
-    reverse_kl: Tensor | None = None  # KL(student || teacher), whatever divergence was asked for
+    reverse_kl: Tensor | None = None  # KL(student || teacher), for every kind of divergence
     logprob: Tensor | None = None  # of `tokens` under the student
     teacher_logprob: Tensor | None = None
-    overlap: Tensor | None = None  # share of the two top-`overlap` sets that agrees
+    overlap: Tensor | None = None  # share of ids common to the two top-`overlap` sets
     stop: Tensor | None = None  # mass of the first merged group, student
     teacher_stop: Tensor | None = None
-    vague_tail: Tensor | None = None  # bool, of a `TopK` teacher: its mass outside is too small to be known
+    vague_tail: Tensor | None = None  # bool, for a `TopK` teacher: the mass outside is too small to be known
 
     @classmethod
     def join(cls, parts: Sequence[RowStatistics]) -> RowStatistics:
-        """Blocks of rows, one after the other."""
+        """Concatenate blocks of rows."""
         names = [field.name for field in fields(cls) if getattr(parts[0], field.name) is not None]
         return cls(**{name: torch.cat([getattr(part, name) for part in parts]) for name in names})
 
@@ -289,11 +288,11 @@ FULL = Truncation()
 
 @dataclass(frozen=True, eq=False)
 class Job:
-    """What is computed at every row; the same object serves every backend."""
+    """The computation for every row; all backends use the same object."""
 
     formula: Formula | None  # None: statistics only
     size: int
-    merge: MergeGroups = ()  # of ids that exist, each in one group and once; no group is empty
+    merge: MergeGroups = ()  # existing ids, each in one group and once; no group is empty
     temperature: float = 1.0
     truncation: Truncation = FULL
     weight: Weight = None  # (N,), or a function of the rows' statistics
@@ -309,7 +308,7 @@ class Job:
         return replace(self, weight=weight, tokens=cut(self.tokens), ids=cut(self.ids))
 
     def row_weight(self, statistics: RowStatistics) -> Tensor:
-        """(n,) weights. They enter here, in the forward pass: the head's gradient is summed over rows right after."""
+        """(n,) weights. They are applied in the forward pass, because the head's gradient is summed over rows right after."""
         like = statistics.entropy
         if self.weight is None:
             return torch.ones_like(like)
@@ -347,7 +346,10 @@ class Job:
 
 
 def row_dot(left: Tensor, right: Tensor) -> Tensor:
-    """(n,) sums of products, without holding the products; on a CPU, whose arrays are small, that takes several times as long."""
+    """(n,) sums of products.
+
+    A GPU does not store the products. A CPU does: its arrays are small, and avoiding it takes several times as long.
+    """
     return (left * right).sum(-1) if left.device.type == "cpu" else torch.einsum("nv,nv->n", left, right)
 
 
@@ -361,7 +363,7 @@ def top_overlap(student: Tensor, teacher: Tensor, k: int) -> Tensor:
 def reference_rows(
     job: Job, student: Projection, teacher: Source | TopRows, index: Tensor
 ) -> tuple[Tensor, RowStatistics]:
-    """The weighted sum and the statistics, differentiable by autograd, with all logits held."""
+    """The weighted sum and the statistics, differentiable by autograd; holds all logits."""
     assert job.formula is not None
     log_s = log_probs(student, job.size, job.merge, job.temperature)
     with torch.no_grad():
@@ -420,7 +422,7 @@ def _observe(
     statistics = job.observe(index, log_s, log_t, value, s, t)
     if not isinstance(teacher, TopRows) or ids is None:
         return statistics
-    # A top-k teacher is known only as events and a tail: entropy and yardstick are those of that coarser alphabet.
+    # A top-k teacher is known only as events and a tail, so entropy and reverse KL are over these events.
     coarse_s = part_s if job.truncation.closure == "tail" else on_support(log_s, ids, "tail")
     coarse_t = teacher.on_support("tail")
     yardstick = closed(Formula("reverse_kl"), "tail", teacher.seen(coarse_s), coarse_t)
@@ -429,10 +431,10 @@ def _observe(
 
 @dataclass(frozen=True, eq=False)
 class Events:
-    """Merged groups of one block: where they are, and each member's share of its event."""
+    """Merged groups of one block: their ids, and each member's share of its event."""
 
     member: Tensor  # (M,) ids
-    event: Tensor  # (M,) the id its event sits at
+    event: Tensor  # (M,) the id that holds the event
     share: Tensor  # (n, M)
     logit: Tensor  # (n, M) the members' own logits, before merging
 
@@ -454,16 +456,14 @@ class Events:
         member_logits, shares = logits[:, member], []
         logits[:, member] = LOG_ZERO
         for group, end in zip(groups, itertools.accumulate(map(len, groups)), strict=True):
-            of_group = member_logits[
-                :, end - len(group) : end
-            ].contiguous()  # summed in the same order wherever it lies
+            of_group = member_logits[:, end - len(group) : end].contiguous()  # the same summation order at any position
             logits[:, group[0]] = of_group.logsumexp(-1)
             shares.append(of_group.softmax(-1))
         return cls(member, event, torch.cat(shares, -1), member_logits)
 
 
 def transform_(raw: Tensor, projection: Projection, temperature: float) -> Tensor:
-    """Raw products of the head to logits at this temperature, in place."""
+    """Turn raw products of the head into logits at this temperature, in place."""
     if projection.bias is not None:
         raw.add_(projection.bias[: raw.shape[-1]])
     if projection.softcap is None:
@@ -472,7 +472,7 @@ def transform_(raw: Tensor, projection: Projection, temperature: float) -> Tenso
 
 
 def softmax_(logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Log-probs over the logits' memory, probabilities, and (n, 1) normalisers, with one exponential for all."""
+    """Log-probs (in the logits' memory), probabilities, and (n, 1) normalisers, with a single exponential."""
     top = logits.amax(-1, keepdim=True)
     probs = logits.sub_(top).exp()
     total = probs.sum(-1, keepdim=True)
@@ -497,7 +497,7 @@ def gradient_rows(
     index: Tensor,
     grads: bool,
 ) -> tuple[Tensor, RowStatistics]:
-    """Weighted sum and statistics of a block; `raw` (n, V), the head's products, becomes the gradient in them."""
+    """Weighted sum and statistics of a block; `raw` (n, V), the head's products, is overwritten by their gradient."""
     assert job.formula is not None
     logits = transform_(raw, student, job.temperature)
     events = Events.merge_(logits, job.merge)
@@ -542,7 +542,7 @@ def _sparse_gradient(
     teacher: Source | TopRows,
     index: Tensor,
 ) -> tuple[Tensor, RowStatistics, Tensor]:
-    """Autograd on the few chosen log-probs and the tail, then the softmax's own derivative by hand."""
+    """Autograd on the chosen log-probs and the tail, then the softmax's derivative by hand."""
     tailed = job.truncation.closure == "tail"
     chosen, spread = gather(log_s, ids), s
     if tailed:
@@ -566,12 +566,12 @@ def _sparse_gradient(
     return loss.detach(), statistics, grad.scatter_add_(-1, ids.clamp(min=0), logit_grad[:, :k])
 
 
-# Divergences from a formula alone: the gradient comes from autograd, a block of rows at a time.
+# --- Custom divergences: autograd gives the gradient, a block of rows at a time ---
 
 
 @dataclass(frozen=True)
 class CustomFormula(Formula):
-    """A formula of log-probs (N, K) to values (N,), in the place of one of the built-in kinds."""
+    """A custom formula from log-probs (N, K) to values (N,), in place of a built-in kind."""
 
     value: Callable[[Tensor, Tensor], Tensor] | None = None
 
@@ -584,12 +584,12 @@ class CustomFormula(Formula):
         return None
 
     def terms(self, student: Tensor, teacher: Tensor, s: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
-        """The value itself, and its derivative with respect to log S, which stands where S times the slope does."""
+        """The value, and its derivative with respect to log S, which takes the place of S times the slope."""
         with torch.enable_grad():
             leaf = student.detach().clone().requires_grad_()
             value = self(leaf, teacher)
             (slope,) = torch.autograd.grad(value.sum(), leaf)
-        return value.detach()[:, None], slope.clone()  # autograd may give a view of one number
+        return value.detach()[:, None], slope.clone()  # autograd may return a view of a single number
 
     def outer(self, total: Tensor) -> tuple[Tensor, Tensor]:
         return total, torch.ones_like(total)

@@ -2,8 +2,8 @@
 
     fast    tiles of some tokens by the whole vocabulary. One product per head and chunk.
     small   tiles of many tokens by a slab of the vocabulary, computed once for the statistics and again for the
-            gradient; besides the gradients themselves, memory depends on neither N nor V. The head's gradient of a slab
-            is complete when the slab is done, so it needs no fp32 copy of the head.
+            gradient; apart from the gradients themselves, memory depends on neither N nor V. The head's gradient of a
+            slab is complete when the slab is done, so it needs no fp32 copy of the head.
 
 Axis legend: n = rows of a tile, C = its columns, E = merged events, M = their member ids.
 """
@@ -33,11 +33,11 @@ from opd.divergences.triton_kernels import largest_columns, takes
 
 @dataclass(frozen=True, eq=False)
 class Merged:
-    """The events of all rows, from a product with the member ids' rows of the head alone."""
+    """The events of all rows, from a product with only the member ids' rows of the head."""
 
     member: Tensor  # (M,)
     of_event: Tensor  # (M,) index of each member's event
-    first: Tensor  # (E,) id the event is called by
+    first: Tensor  # (E,) id that represents the event
     student: Tensor  # (N, E) logits
     teacher: Tensor  # (N, E)
     share: Tensor  # (N, M) of each member in its event, student
@@ -47,35 +47,35 @@ class Merged:
 class TileEngine:
     """One call: the buffers, the tiles, and the running statistics of every row.
 
-    Without a teacher, the student's alone.
+    Without a teacher, only the student's.
     """
 
     def __init__(self, job: Job, student: Projection, teacher: Source | None, plan: KernelPlan) -> None:
-        self.formula = job.formula or Formula("reverse_kl")  # without a teacher there is no divergence to speak of
+        self.formula = job.formula or Formula("reverse_kl")  # a placeholder if there is no teacher
         self.job, self.student, self.teacher, self.plan = job, student, teacher, plan
         self.kind = KINDS.index(self.formula.kind)
         self.count, self.device = student.count, student.hidden.device
         self.slab = plan.slab or job.size
         sides = 1 if teacher is None else 2
         self._buffers = self.empty(sides, min(plan.chunk, self.count), aligned(min(self.slab, job.size)))
-        self._held: tuple[slice, slice] | None = None  # whose products the buffers hold
+        self._held: tuple[slice, slice] | None = None  # rows and columns of the products in the buffers
         self.groups = [list(group) for group in job.merge if len(group) > 1]
         self._members: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
         self.part_lse = self._part_normalisers()
         self.merged = self._merge() if self.groups else None
         self.state = self._start(self.empty(8, self.count))
         self.token_logits = None if job.tokens is None else self.empty(2, self.count)
-        # apart: a kernel is compiled anew for an address that is no multiple of 16
+        # separate allocations: a kernel is recompiled for an address that is not a multiple of 16
         self.phi, self.slope = self.empty(self.count).zero_(), self.empty(self.count).zero_()
 
     def release(self) -> None:
-        """Give the tiles back before the gradients are cast."""
+        """Free the tiles before the gradients are cast."""
         del self._buffers
 
     def empty(self, *shape: int) -> Tensor:
         return torch.empty(shape, dtype=torch.float32, device=self.device)
 
-    # Tiles
+    # --- Tiles ---
 
     def column_slices(self) -> Iterator[slice]:
         return slices(self.job.size, self.slab)
@@ -84,7 +84,7 @@ class TileEngine:
         return slices(self.count, self.plan.chunk)
 
     def tile(self, rows: slice, columns: slice) -> Tile:
-        """Products of some rows and columns; those still in the buffers are not computed again."""
+        """Products of some rows and columns; products still in the buffers are reused."""
         n, width = rows.stop - rows.start, columns.stop - columns.start
         student, teacher = self._buffers[0, :n, :width], self._buffers[-1, :n, :width]
         if self._held != (rows, columns):
@@ -137,7 +137,7 @@ class TileEngine:
             first = False
 
     def _part_normalisers(self) -> Tensor:
-        """(parts, N) log-normalisers of an arithmetic mixture's teachers, from a pass of their own."""
+        """(parts, N) log-normalisers of an arithmetic mixture's teachers, from a separate pass."""
         mixture = self.teacher
         if not isinstance(mixture, Mixture) or mixture.kind == "geometric":
             return self.empty(0)
@@ -153,7 +153,7 @@ class TileEngine:
             lse[number] = (state[0] + state[1].log2()) / LOG2_E
         return lse
 
-    # Merged events
+    # --- Merged events ---
 
     def _merge(self) -> Merged:
         member = self._on_device([index for group in self.groups for index in group])
@@ -166,11 +166,13 @@ class TileEngine:
         else:
             teacher = self._event_logits(self.teacher, member)[0]
         first = self._on_device([group[0] for group in self.groups])
-        arrays = (part.contiguous() for part in (student, teacher, events.share, events.logit))  # as kernels read them
+        arrays = (
+            part.contiguous() for part in (student, teacher, events.share, events.logit)
+        )  # kernels need contiguous arrays
         return Merged(member, event, first, *arrays)
 
     def _event_logits(self, source: Projection, member: Tensor) -> tuple[Tensor, Events]:
-        """(N, E) merged logits of one head, on a copy of its few rows."""
+        """(N, E) merged logits of one head, from a copy of its member rows."""
         bias = None if source.bias is None else source.bias[member]
         few = replace(source, weight=source.weight[member], bias=bias, size=None)
         logits = transform_(matmul(few.hidden, few.weight.T), few, self.job.temperature)
@@ -193,7 +195,7 @@ class TileEngine:
         return torch.stack(logs).logsumexp(0)
 
     def _members_in(self, columns: slice) -> tuple[Tensor, Tensor]:
-        """Positions in `merged.member`, and ids, of the members among these columns."""
+        """Positions in `merged.member`, and ids, of the members in these columns."""
         key = columns.start, columns.stop
         if key not in self._members:
             every = enumerate(index for group in self.groups for index in group)
@@ -204,10 +206,10 @@ class TileEngine:
     def _on_device(self, numbers: Sequence[int]) -> Tensor:
         return upload(np.array(numbers, dtype=np.int64), self.device)
 
-    # Passes over tiles
+    # --- Passes over tiles ---
 
     def _start(self, state: Tensor) -> Tensor:
-        """The events are the first columns every row has seen."""
+        """Initialise the running values with the events, as the first columns of every row."""
         initial_state(state)
         if self.merged is None:
             return state
@@ -228,7 +230,7 @@ class TileEngine:
         tile.fold_into(self.state, self.formula.kind == "forward_kl", both=self.teacher is not None)
 
     def find_tokens(self, tile: Tile) -> None:
-        """Logits of the sampled ids that lie in this tile."""
+        """Store the logits of the sampled ids in this tile."""
         if self.token_logits is None:
             return
         assert self.job.tokens is not None
@@ -270,12 +272,12 @@ class TileEngine:
         return self.formula.terms(log_s, log_t, log_s.exp(), log_t.exp())
 
     def close(self, rows: slice) -> tuple[Tensor, ...]:
-        """(n,) each, of finished rows: normalisers of both sides, entropies of both sides, reverse and forward KL."""
+        """(n,) each, for finished rows: normalisers and entropies of both sides, reverse and forward KL."""
         return few.closing_values(self.state[:, rows], both=self.teacher is not None)
 
     @property
     def needs_sums(self) -> bool:
-        """The KLs follow from the first pass; other kinds need the normalisers before they can be summed."""
+        """Whether the kind needs a second pass. KLs follow from the first; other kinds need the normalisers first."""
         return self.formula.kind not in ("reverse_kl", "forward_kl")
 
     def observe_one(self, rows: slice) -> RowStatistics:
@@ -310,7 +312,7 @@ class TileEngine:
         return replace(statistics, logprob=pair[0] - s_lse, teacher_logprob=pair[1] - t_lse)
 
     def gradient_(self, tile: Tile, weight: Tensor) -> Tensor:
-        """(n, C) gradient in the student's raw logits, in the head's type and the student's own memory."""
+        """(n, C) gradient in the student's raw logits, in the head's type, written to the student's tile."""
         grad = self._over(tile)
         tile.launch(
             kernels.gradient_kernel,
@@ -334,9 +336,9 @@ class TileEngine:
         return grad
 
     def spread_gradient_(self, tile: Tile, target: Tensor, upstream: Tensor, state: Tensor | None = None) -> Tensor:
-        """(n, C) gradient of log-probs (n,) of columns, likewise, without merged events; a `target` of -1 is none of them.
+        """Like `gradient_`, for log-probs (n,) of columns, without merged events. A `target` of -1 is no column.
 
-        `state`: (2, n) or more running values that hold the normaliser, where it is not the row's.
+        `state`: (2, n) or more running values that hold the normaliser, if it is not the row's.
         """
         grad, state = self._over(tile), self.state[:, tile.rows] if state is None else state
         tile.launch(
@@ -351,7 +353,7 @@ class TileEngine:
         return grad
 
     def logprob_gradient_(self, tile: Tile, target: Tensor, upstream: Tensor) -> Tensor:
-        """(n, C) gradient of log-probs (n,) of `target`, canonical ids, likewise."""
+        """Like `gradient_`, for log-probs (n,) of `target`, which are canonical ids."""
         grad = self.spread_gradient_(tile, target - tile.columns.start, upstream)
         if self.merged is not None:
             s = (self.merged.student[tile.rows] - self.close(tile.rows)[0][:, None]).exp()
@@ -364,7 +366,7 @@ class TileEngine:
         return tile.student.view(self.student.weight.dtype)[:, : tile.student.shape[1]]
 
     def spread_over_members_(self, grad: Tensor, tile: Tile, events: Tensor) -> None:
-        """From the gradient in the events' logits (n, E) to that of their members among these columns."""
+        """Spread the gradient in the events' logits (n, E) over their members in these columns."""
         assert self.merged is not None
         merged, rows, factor = self.merged, tile.rows, self.student.scale / self.job.temperature
         here = *self._members_in(tile.columns), tile.columns.start
@@ -373,7 +375,7 @@ class TileEngine:
         )
 
 
-# The two loops of the CUDA backend: over chunks of tokens (`fast`) and over slabs of the vocabulary (`small`).
+# --- The two loops: over chunks of tokens (`fast`) and over slabs of the vocabulary (`small`) ---
 
 
 Gradients = list[Tensor | None]
@@ -388,7 +390,7 @@ def triton_divergence(
 
 
 def _weigh(engine: TileEngine, rows: slice, sink: list[RowStatistics]) -> tuple[Tensor, Tensor]:
-    """Close the statistics of these rows: their loss and their weights."""
+    """Finish the statistics of these rows; return their loss and weights."""
     observed = engine.observe(rows)
     weight = engine.job.rows(rows).row_weight(observed)
     sink.append(observed)
@@ -397,7 +399,7 @@ def _weigh(engine: TileEngine, rows: slice, sink: list[RowStatistics]) -> tuple[
 
 
 def given_weights(engine: TileEngine, given: Weight) -> Tensor:
-    """(N,) weights of rows in fp32; a function's are filled in chunk by chunk."""
+    """(N,) row weights in fp32. If `given` is a function, they are filled in chunk by chunk."""
     weight = engine.empty(engine.count).fill_(1)
     return weight.copy_(given) if isinstance(given, Tensor) else weight
 
@@ -413,20 +415,20 @@ def _fast(engine: TileEngine, sink: list[RowStatistics], needs: tuple[bool, ...]
         if engine.needs_sums:
             engine.add_event_sums(rows)
             engine.add_sums(tile)
-        if callable(given):  # of this chunk's statistics; otherwise those can wait for the end
+        if callable(given):  # it needs this chunk's statistics now; otherwise they are computed at the end
             part, weight[rows] = _weigh(engine, rows, sink)
             loss += part
         if any(needs):
             totals.add(rows, engine.gradient_(tile, weight[rows]))
     if not callable(given):
         loss += _weigh(engine, slice(0, engine.count), sink)[0]
-    del tile  # a view of the tiles, which have to go before the gradients are cast
+    del tile  # a view of the tiles, which must be freed before the gradients are cast
     engine.release()
     return loss, totals.finish()
 
 
 class HeadTotals:
-    """Gradients of hidden states, head and bias, summed over chunks of tokens; the head's in fp32."""
+    """Gradients of hidden states, head and bias, summed over chunks of tokens; the head's sum is in fp32."""
 
     def __init__(self, student: Projection, needs: tuple[bool, ...], size: int) -> None:
         self._student, self._size = student, size
@@ -451,7 +453,7 @@ class HeadTotals:
 
 
 def _small(engine: TileEngine, sink: list[RowStatistics], needs: tuple[bool, ...]) -> tuple[Tensor, Gradients]:
-    """Every pass begins with the slab the last one ended with, whose tile is still there."""
+    """Loop over slabs. Every pass starts with the last slab of the previous pass, which is still in the buffers."""
     student, size = engine.student, engine.job.size
     loss = torch.zeros((), dtype=torch.float32, device=engine.device)
     weights = engine.empty(engine.count)
@@ -486,13 +488,13 @@ def _small(engine: TileEngine, sink: list[RowStatistics], needs: tuple[bool, ...
                 bias[columns] += grad.sum(0, dtype=torch.float32)
         if weight is not None and slab is not None:
             weight[columns] = slab
-    del grad, slab  # views of the tiles, which have to go before the gradients are cast
+    del grad, slab  # views of the tiles, which must be freed before the gradients are cast
     engine.release()
     return loss, _cast(student, hidden, weight, bias)
 
 
 def triton_statistics(job: Job, student: Projection, teacher: Source | None, plan: KernelPlan) -> RowStatistics:
-    """A pass for values alone."""
+    """Values without gradients."""
     if teacher is not None:
         sink: list[RowStatistics] = []
         triton_divergence(job, student, teacher, plan, sink, (False, False, False))
@@ -542,7 +544,7 @@ class TritonLogprobs(torch.autograd.Function):
 
 
 def accumulate(total: Tensor, left: Tensor, right: Tensor, first: bool) -> None:
-    """total += left @ right in fp32; the first product overwrites what was never written."""
+    """total += left @ right in fp32; the first product overwrites uninitialised memory."""
     if first:
         matmul(left, right, out=total)
     elif left.is_cuda and left.dtype in (torch.bfloat16, torch.float16):
@@ -562,25 +564,25 @@ def triton_scale_(grad: Tensor, factor: Tensor) -> None:
         triton_kernels.scale_kernel[(blocks,)](grad, factor, grad.numel(), BLOCK=4096, num_warps=8)
 
 
-# Divergences on part of the vocabulary, on tiles: what is chosen is a few columns of each row, and autograd's work.
+# --- Divergences on part of the vocabulary: a few chosen columns per row, differentiated by autograd ---
 #
-# Rows are folded as for the whole vocabulary, which gives normalisers and statistics. In a row's logits the gradient is then
-# -G S, with G the sum of the slopes at the chosen log-probs, and at the chosen columns that and the slope. Whole tiles only.
+# Rows are folded as for the whole vocabulary, for normalisers and statistics. The gradient in a row's logits is then -G S,
+# with G the sum of the slopes at the chosen log-probs; at the chosen columns the slope is added. Whole tiles only.
 #
-# For the closure `tail` what is chosen is taken out of the tile before it is folded, so that the same pass gives the log-sum-exp
-# of all that is outside; what was taken is added to a row's sums afterwards. Outside, the gradient is its share of the tail
-# times g - S G, of the tail's own slope g and mass S.
+# For the closure `tail`, the chosen columns are removed from the tile before it is folded, so the same pass gives the
+# log-sum-exp of all other columns; the chosen ones are added to the row's sums afterwards. Outside the support, the gradient
+# is a column's share of the tail times g - S G, with the tail's slope g and mass S.
 #
 # Axis legend: n = rows of a tile, K = chosen columns, E = merged events.
 
 
-GONE = LOG_ZERO / 2  # raw values at or below: not a column
+GONE = LOG_ZERO / 2  # raw values at or below this are not columns
 
 
 def sparse_divergence(
     job: Job, student: Projection, teacher: Source, plan: KernelPlan, sink: list[RowStatistics], needs: tuple[bool, ...]
 ) -> tuple[Tensor, Gradients]:
-    """The loss and the gradients, as `triton_divergence` gives them."""
+    """The loss and the gradients, in the form of `triton_divergence`."""
     engine = TileEngine(replace(job, formula=Formula("reverse_kl")), student, teacher, plan)
     loss = torch.zeros((), dtype=torch.float32, device=engine.device)
     totals, values = HeadTotals(student, needs, job.size), []
@@ -589,7 +591,7 @@ def sparse_divergence(
         tile = engine.tile(rows, slice(0, job.size))
         chosen = _Chosen(engine, job.rows(rows), tile)
         values.append(chosen.value.detach())
-        if callable(job.weight):  # of this chunk's statistics; otherwise those can wait for the end
+        if callable(job.weight):  # it needs this chunk's statistics now; otherwise they are computed at the end
             sink.append(replace(engine.observe(rows), value=values[-1]))
             weight[rows] = job.row_weight(sink[-1])
         part = chosen.loss(weight[rows])
@@ -598,13 +600,13 @@ def sparse_divergence(
             totals.add(rows, chosen.gradient(part))
     if not callable(job.weight):
         sink.append(replace(engine.observe(slice(0, engine.count)), value=torch.cat(values)))
-    del tile, chosen  # views of the tiles, which have to go before the gradients are cast
+    del tile, chosen  # views of the tiles, which must be freed before the gradients are cast
     engine.release()
     return loss, totals.finish()
 
 
 class _Chosen:
-    """The support of a tile's rows, and what lies there."""
+    """The support of a tile's rows, and the log-probs there."""
 
     def __init__(self, engine: TileEngine, job: Job, tile: Tile) -> None:
         self.engine, self.job, self.tile = engine, job, tile
@@ -629,7 +631,7 @@ class _Chosen:
             self.value = closed(job.formula, job.truncation.closure, self.student, teacher)
 
     def _ids(self) -> Tensor:
-        """(n, K), -1 where a row has fewer, like `Truncation.choose`."""
+        """(n, K) ids, -1 if a row has fewer, like `Truncation.choose`."""
         job, truncation = self.job, self.job.truncation
         if truncation.support == "ids":
             assert job.ids is not None
@@ -639,7 +641,7 @@ class _Chosen:
         return unique_ids(chosen) if truncation.side == "union" else chosen
 
     def _top(self, side: int) -> Tensor:
-        """The k largest of a side. Raw values are in the order of logits; merged events, which are elsewhere, come on top."""
+        """The k largest of a side. Raw values have the order of logits; merged events, stored elsewhere, are added."""
         k, events, merged = self.job.truncation.k, self.events[side], self.engine.merged
         assert k is not None
         raw = (self.tile.student, self.tile.teacher)[side]
@@ -647,7 +649,7 @@ class _Chosen:
         if events is None or merged is None:
             return ids
         every = torch.cat([_finished(values, self._reading(side)), events], -1)
-        ids = ids.masked_fill(values <= GONE, -1)  # too few are left beside merged ones
+        ids = ids.masked_fill(values <= GONE, -1)  # too few columns remain next to merged ones
         return torch.cat([ids, merged.first.expand(len(ids), -1)], -1).gather(
             -1, every.topk(k, dim=-1, sorted=False).indices
         )
@@ -660,11 +662,11 @@ class _Chosen:
             return (self.value * weight).sum()
 
     def gradient(self, loss: Tensor) -> Tensor:
-        """Of the loss, in the student's raw values, over their memory."""
+        """Gradient of the loss in the student's raw values, written over them."""
         engine, tile, ids = self.engine, self.tile, self.ids
         (slope,) = torch.autograd.grad(loss, self.student)
         student = self.student.detach()
-        if self.tailed:  # an id of -1 has a mass of 0 beside the tail's, hence a slope of 0
+        if self.tailed:  # an id of -1 has mass 0, hence slope 0
             slope = slope.contiguous()
             total = slope.sum(-1)
             outside = slope[:, -1] - student[:, -1].exp() * total
@@ -684,20 +686,19 @@ class _Chosen:
 
 
 def _finished(raw: Tensor, reading: LogitReading) -> Tensor:
-    """Logits of raw values, as a kernel reads them; heads with a bias are not taken."""
+    """Logits of raw values, as a kernel reads them; heads with a bias are not supported."""
     logits = raw * reading.scale
     if reading.softcap:
         logits = torch.tanh(logits) * reading.cap
     return logits.masked_fill(raw <= GONE, LOG_ZERO)
 
 
-# Tiles of the CUDA backend: raw products of some rows and columns, and how a kernel reads logits from them.
+# --- Tiles: raw products of some rows and columns, and how a kernel reads logits from them ---
 #
 # Axis legend: n = rows of a tile, C = its columns.
 
 
-# Columns and warps of one step of a row kernel, for wide tiles and slabs; `benchmarks/divergence.py --sweep` tries
-# others
+# Columns and warps per step of a row kernel, for wide tiles and slabs; `benchmarks/divergence.py --sweep` tries others
 WIDE, WIDE_SUMS, WIDE_FORWARD, NARROW = (2048, 16), (2048, 8), (1024, 8), (512, 4)
 NARROW_COLUMNS = 16384
 LOG2_E = math.log2(math.e)
@@ -705,7 +706,7 @@ LOG2_E = math.log2(math.e)
 
 @dataclass(frozen=True)
 class LogitReading:
-    """How a kernel turns a side's raw values into logits: constants and the bias of the tile's columns."""
+    """How a kernel converts a side's raw values to logits: constants and the bias of the tile's columns."""
 
     bias: Tensor | None
     scale: float
@@ -722,7 +723,7 @@ class LogitReading:
         return cls(bias, source.scale / source.softcap, source.softcap / temperature, True)
 
     def in_base_2(self) -> LogitReading:
-        """The same logits, divided by log 2: exponentials are powers of two on the GPU."""
+        """The same logits divided by log 2, because the GPU computes exponentials as powers of two."""
         if self.softcap:
             return replace(self, cap=self.cap * LOG2_E)
         return replace(self, scale=self.scale * LOG2_E)
@@ -730,7 +731,7 @@ class LogitReading:
 
 @dataclass(frozen=True, eq=False)
 class Tile:
-    """Raw values of both sides for some rows and columns, with merged ids already blanked."""
+    """Raw values of both sides for some rows and columns, with merged ids set to LOG_ZERO."""
 
     rows: slice
     columns: slice
@@ -767,15 +768,13 @@ class Tile:
         )
 
     def fold_into(self, state: Tensor, forward: bool, both: bool = True) -> None:
-        """Add this tile to the running sums (8, N) of its rows; with `both` unset, the student's alone."""
+        """Add this tile to the running sums (8, N) of its rows; without `both`, only the student's."""
         tile = replace(self, s=self.s.in_base_2(), t=self.t.in_base_2())
         tile.launch(kernels.statistics_kernel, state[:, self.rows], state.stride(0), FORWARD=forward, BOTH=both)
 
 
 def initial_state(state: Tensor) -> Tensor:
-    """Eight running values per row: (max, sum, sum e z, sum e (z - other)) of the student, then the teacher; in base
-    2.
-    """
+    """Eight running values per row: (max, sum, sum e z, sum e (z - other)) of the student, then the teacher, in base 2."""
     state.zero_()
     state[0] = LOG_ZERO
     state[4] = LOG_ZERO

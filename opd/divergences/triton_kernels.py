@@ -1,16 +1,15 @@
-"""Row kernels over tiles of raw logits: one program per row, fp32 arithmetic, no atomics, so every run gives the same
-bits.
+"""Row kernels over tiles of raw logits: one program per row, fp32 arithmetic, no atomics.
 
-A tile is (n, C): some rows, and all or a slab of the vocabulary's columns. Raw logits become logits as they are read
-(bias, scale, softcap, temperature). A column of LOG_ZERO does not exist: padding, or an id whose mass moved
-to a merged event, which the caller adds itself.
+Every run gives the same bits. A tile is (n, C): some rows, and all or a slab of the vocabulary's columns. Kernels
+convert raw logits to logits on reading (bias, scale, softcap, temperature). A column of LOG_ZERO does not exist: it is
+padding, or an id merged into an event, which the caller adds itself.
 
     statistics_kernel   online softmax of both sides: enough for both KLs and both entropies
     sums_kernel         sums of a divergence's `phi` and `S g`, given the normalisers
     gradient_kernel     gradient in the raw logits, written over the student's tile in the head's own type
-    logprob_kernel      the same of one id's log-prob
+    logprob_kernel      the same for one id's log-prob
     mix_kernel          adds one teacher to a mixture
-    scale_kernel        a gradient times a factor that only the GPU knows
+    scale_kernel        a gradient times a factor in GPU memory
 """
 
 from __future__ import annotations
@@ -24,8 +23,8 @@ import triton.language as tl
 
 
 LOG_ZERO = tl.constexpr(-1e30)
-GONE = tl.constexpr(-5e29)  # raw values at or below: not a column
-FAR = tl.constexpr(-1e20)  # log-probs below: those of missing columns, whatever their scale
+GONE = tl.constexpr(-5e29)  # raw values at or below this are not columns
+FAR = tl.constexpr(-1e20)  # log-probs below this belong to missing columns, whatever their scale
 LN_2 = tl.constexpr(0.6931471805599453)
 
 
@@ -33,7 +32,7 @@ LN_2 = tl.constexpr(0.6931471805599453)
 def _logits(row_ptr, columns, inside, bias_ptr, scale, cap, BIAS: tl.constexpr, SOFTCAP: tl.constexpr):
     """Logits of some columns; `scale` holds 1/temperature (1/softcap with a softcap, then `cap` = softcap/temperature).
 
-    A missing column stays hugely negative under any positive scale; only a softcap would bring it back.
+    A missing column stays very negative under any positive scale; only a softcap would change that.
     """
     raw = tl.load(row_ptr + columns, mask=inside, other=LOG_ZERO)
     z = raw
@@ -47,7 +46,7 @@ def _logits(row_ptr, columns, inside, bias_ptr, scale, cap, BIAS: tl.constexpr, 
 
 @triton.jit
 def _online(z, gap, old_max, total, logit, apart, GAP: tl.constexpr):
-    """One step of an online softmax, lane by lane. Of its two factors one is 1 and the other 2^-|z - max|."""
+    """One step of an online softmax per lane. One of its two factors is 1, the other 2^-|z - max|."""
     rise = z > old_max
     power = tl.exp2(-tl.abs(z - old_max))
     e, scale = tl.where(rise, 1.0, power), tl.where(rise, power, 1.0)
@@ -58,7 +57,7 @@ def _online(z, gap, old_max, total, logit, apart, GAP: tl.constexpr):
 
 @triton.jit
 def _log(x):
-    """A power of two's logarithm is one instruction on the GPU; a natural one is a polynomial."""
+    """Natural logarithm from the base-2 one, which is a single GPU instruction; the natural one is a polynomial."""
     return tl.log2(x) * LN_2
 
 
@@ -72,8 +71,8 @@ def _normaliser(state_ptr, stride):
 def _terms(ls, lt, a, KIND: tl.constexpr):
     """`Formula.terms` of the reference, column by column: phi, S times the slope, and S.
 
-    Two exponentials serve everything: of the larger log-prob, and of minus the distance to the smaller one. A mixture
-    share * first + (1 - share) * second is then `high * blend`, and exactly one of its parts where the two are equal.
+    Two exponentials suffice: of the larger log-prob, and of minus the distance to the smaller one. A mixture
+    share * first + (1 - share) * second is then `high * blend`, and equals its parts exactly if the two are equal.
     """
     up = lt > ls
     near = tl.exp(-tl.abs(lt - ls))  # smaller over larger
@@ -123,9 +122,7 @@ def _terms(ls, lt, a, KIND: tl.constexpr):
 
 @triton.jit
 def _fold(state_ptr, stride, lane_max, lane_sum, lane_logit, lane_gap, GAP: tl.constexpr):
-    """Reduce the lanes of one side and add them to the row's running (max, sum, sum e z, sum e (z - other z)), base
-    2.
-    """
+    """Reduce the lanes of one side into the row's running (max, sum, sum e z, sum e (z - other z)), in base 2."""
     old_max = tl.load(state_ptr)
     new_max = tl.maximum(old_max, tl.max(lane_max, axis=0))
     lane_scale = tl.exp2(lane_max - new_max)
@@ -140,17 +137,17 @@ def _fold(state_ptr, stride, lane_max, lane_sum, lane_logit, lane_gap, GAP: tl.c
         tl.store(state_ptr, tl.load(state_ptr) * old_scale + tl.sum(lane_gap * lane_scale, axis=0))
 
 
-@triton.jit(do_not_specialize=["state_stride"])  # the number of tokens, another one each time
+@triton.jit(do_not_specialize=["state_stride"])  # the number of tokens, which changes with every call
 def statistics_kernel(
     s_ptr, t_ptr, s_stride, t_stride, s_bias, t_bias, state_ptr, state_stride, columns_total,
     s_scale, s_cap, t_scale, t_cap,
     S_BIAS: tl.constexpr, T_BIAS: tl.constexpr, S_SOFTCAP: tl.constexpr, T_SOFTCAP: tl.constexpr,
     FORWARD: tl.constexpr, BOTH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Fold a tile into each row's running sums; logits come in base 2, through `scale` or `cap`.
+    """Fold a tile into each row's running sums; `scale` or `cap` converts logits to base 2.
 
-    Every lane keeps its own maximum, so nothing is reduced inside the loop. FORWARD: the teacher's sum for forward KL
-    too. Not BOTH: there is no teacher.
+    Every lane keeps its own maximum, so the loop has no reductions. FORWARD: also the teacher's sum for forward KL. Not
+    BOTH: there is no teacher.
     """
     row = tl.program_id(0).to(tl.int64)
     s_row, t_row = s_ptr + row * s_stride, t_ptr + row * t_stride
@@ -179,7 +176,7 @@ def statistics_kernel(
         _fold(state + 4 * state_stride, state_stride, t_max, t_sum, t_logit, t_gap, FORWARD)
 
 
-@triton.jit(do_not_specialize=["state_stride"])  # the number of tokens, another one each time
+@triton.jit(do_not_specialize=["state_stride"])  # the number of tokens, which changes with every call
 def sums_kernel(
     s_ptr, t_ptr, s_stride, t_stride, s_bias, t_bias, state_ptr, state_stride, phi_ptr, slope_ptr, columns_total, a,
     s_scale, s_cap, t_scale, t_cap,
@@ -207,7 +204,7 @@ def sums_kernel(
 
 @triton.jit
 def _mean_slope(s_state, state_stride, s_lse, t_lse, phi_ptr, slope_ptr, factor, KIND: tl.constexpr):
-    """A row's G, and its factor times outer'(P)."""
+    """A row's G, and its factor multiplied by outer'(P)."""
     if KIND == 0:  # reverse_kl: G is its value
         gap = tl.load(s_state + 3 * state_stride) / tl.load(s_state + state_stride)
         mean = gap * LN_2 - s_lse + t_lse
@@ -220,7 +217,7 @@ def _mean_slope(s_state, state_stride, s_lse, t_lse, phi_ptr, slope_ptr, factor,
     return mean, factor
 
 
-@triton.jit(do_not_specialize=["state_stride"])  # the number of tokens, another one each time
+@triton.jit(do_not_specialize=["state_stride"])  # the number of tokens, which changes with every call
 def gradient_kernel(
     s_ptr, t_ptr, s_stride, t_stride, s_bias, t_bias, state_ptr, state_stride, phi_ptr, slope_ptr, factor_ptr,
     grad_ptr, grad_stride, columns_total, a, s_scale, s_cap, t_scale, t_cap,
@@ -229,8 +226,8 @@ def gradient_kernel(
 ):  # fmt: skip
     """factor outer'(P) (S g - S G), back through the softcap, over the student's tile.
 
-    `grad` may be the student's own memory in a narrower type: block j of a row is then written to bytes that blocks up
-    to j have been read from. Only within one block could a write overtake a read; the barrier forbids that.
+    `grad` may be the student's own memory in a narrower type: block j of a row is then written to bytes of blocks up to
+    j, which were already read. Only within one block could a write overtake a read; the barrier prevents that.
     """
     row = tl.program_id(0).to(tl.int64)
     s_row, t_row, grad_row = s_ptr + row * s_stride, t_ptr + row * t_stride, grad_ptr + row * grad_stride
@@ -252,7 +249,7 @@ def gradient_kernel(
         tl.store(grad_row + columns, grad.to(grad_ptr.dtype.element_ty), mask=inside)
 
 
-@triton.jit(do_not_specialize=["state_stride"])  # the number of tokens, another one each time
+@triton.jit(do_not_specialize=["state_stride"])  # the number of tokens, which changes with every call
 def logprob_kernel(
     s_ptr, t_ptr, s_stride, t_stride, s_bias, t_bias, state_ptr, state_stride, target_ptr, factor_ptr,
     grad_ptr, grad_stride, columns_total, s_scale, s_cap, t_scale, t_cap,
@@ -301,7 +298,7 @@ def mix_kernel(
 
 @triton.jit
 def scale_kernel(grad_ptr, factor_ptr, count, BLOCK: tl.constexpr):
-    """grad *= factor, which is mostly 1 and then costs nothing; the CPU would have to wait to know it."""
+    """grad *= factor. It is usually 1 and then costs nothing; checking it on the CPU would require waiting."""
     factor = tl.load(factor_ptr).to(tl.float32)
     if factor != 1.0:
         index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -310,13 +307,14 @@ def scale_kernel(grad_ptr, factor_ptr, count, BLOCK: tl.constexpr):
         tl.store(grad_ptr + index, value.to(grad_ptr.dtype.element_ty), mask=inside)
 
 
-# Kernels over the few numbers beside a tile: a row's running values, merged events, chosen columns. Each stands for a
-# dozen small operations of torch, whose launches would keep the GPU waiting.
+# --- Kernels for small arrays: running values, merged events, chosen columns ---
 #
-# close_kernel             what finished rows' running values say
+# Each replaces a dozen small torch operations, because their launches would keep the GPU waiting.
+#
+# close_kernel             statistics of finished rows, from their running values
 # chosen_kernel            log-probs of both sides at chosen ids
-# take_kernel              logits of both sides at chosen ids, which are taken out of the tile
-# tail_kernel              log-probs of what was taken and of all that was left
+# take_kernel              logits of both sides at chosen ids, which are removed from the tile
+# tail_kernel              log-probs of the removed ids and of all remaining ones
 # chosen_gradient_kernel   the gradient at chosen ids, and that of the events
 # event_gradient_kernel    a divergence's gradient in the events' logits
 # members_kernel           from the gradient of events to that of their members
@@ -330,7 +328,7 @@ def scale_kernel(grad_ptr, factor_ptr, count, BLOCK: tl.constexpr):
 LOG2_E = tl.constexpr(1.4426950408889634)
 
 
-@triton.jit(do_not_specialize=["state_stride", "count"])  # the number of tokens, another one each time
+@triton.jit(do_not_specialize=["state_stride", "count"])  # the number of tokens, which changes with every call
 def close_kernel(state_ptr, state_stride, out_ptr, count, BOTH: tl.constexpr, BLOCK: tl.constexpr):
     """(6, n): normalisers of both sides, entropies of both sides, reverse and forward KL. Not BOTH: there is no teacher."""
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -351,7 +349,7 @@ def close_kernel(state_ptr, state_stride, out_ptr, count, BOTH: tl.constexpr, BL
 
 @triton.jit
 def _mean(weighted, total):
-    """Of a sum in base 2; rounded to the nearest, since large numbers cancel in what it is taken from."""
+    """Mean from a sum in base 2. Division rounds to nearest, because large numbers cancel in the difference."""
     return tl.div_rn(tl.div_rn(weighted, LOG2_E), total)
 
 
@@ -365,7 +363,7 @@ def _side(state, stride, inside):
 
 @triton.jit
 def _chosen_logits(row_ptr, ids, columns, scale, cap, first_ptr, event_ptr, events, SOFTCAP: tl.constexpr):
-    """Logits at the ids; LOG_ZERO where an id is -1 or its column is not one. Merged ids have their event's."""
+    """Logits at the ids; LOG_ZERO for an id of -1 or a missing column. Merged ids have the logit of their event."""
     raw = tl.load(row_ptr + ids, mask=(ids >= 0) & (ids < columns), other=LOG_ZERO)
     z = raw * scale
     if SOFTCAP:
@@ -399,8 +397,9 @@ def take_kernel(
     s_out_ptr, t_out_ptr, k, columns, events, s_scale, s_cap, t_scale, t_cap,
     S_SOFTCAP: tl.constexpr, T_SOFTCAP: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
-    """Logits of both sides at the ids into (n, K + 1), and LOG_ZERO in their place in the tile. A row's running values begin
-    anew, with the events that are not among the ids.
+    """Move the logits of both sides at the ids to (n, K + 1), and set them to LOG_ZERO in the tile.
+
+    A row's running values restart with the events that are not among the ids.
     """
     row, lanes = tl.program_id(0).to(tl.int64), tl.arange(0, LANES)
     ids = tl.load(ids_ptr + row * k + lanes, mask=lanes < k, other=-1)
@@ -446,8 +445,10 @@ def _store_side(state, stride, top, total, logit, gap):
 def tail_kernel(
     state_ptr, state_stride, rest_ptr, count, s_out_ptr, t_out_ptr, k, LANES: tl.constexpr
 ):  # fmt: skip
-    """From logits (n, K + 1) of what was taken to log-probs; the last is that of all that was left, which the running values
-    hold. They then hold the whole row; `rest` (2, n) keeps the student's maximum and sum of what was left.
+    """Turn the logits (n, K + 1) of the removed ids into log-probs; the last column is all remaining ids.
+
+    The running values hold the remaining ids before, and the whole row after. `rest` (2, n) keeps the student's maximum
+    and sum of the remaining ids.
     """
     row, lanes = tl.program_id(0).to(tl.int64), tl.arange(0, LANES)
     s_out, t_out = s_out_ptr + row * (k + 1), t_out_ptr + row * (k + 1)
@@ -455,7 +456,7 @@ def tail_kernel(
     t = tl.load(t_out + lanes, mask=lanes < k, other=LOG_ZERO) * LOG2_E
     s_state, t_state = state_ptr + row, state_ptr + 4 * state_stride + row
     top, total = tl.load(s_state), tl.load(s_state + state_stride)
-    nothing = top < FAR  # every column was taken
+    nothing = top < FAR  # every column was removed
     tl.store(rest_ptr + row, tl.where(nothing, 0.0, top))
     tl.store(rest_ptr + count + row, tl.where(nothing, 1.0, total))
     tl.debug_barrier()
@@ -465,7 +466,7 @@ def tail_kernel(
 
 @triton.jit
 def _join_taken(state, stride, z, gap, out, lanes, k):
-    """One side of `tail_kernel`, in base 2. Two logarithms are subtracted, so a tail may be as small as it likes."""
+    """One side of `tail_kernel`, in base 2. It subtracts two logarithms, so a tail may be arbitrarily small."""
     top, total = tl.load(state), tl.load(state + stride)
     logit, apart = tl.load(state + 2 * stride), tl.load(state + 3 * stride)
     nothing = top < FAR
@@ -487,8 +488,9 @@ def chosen_gradient_kernel(
     rest_stride, first_ptr, event_ptr, event_grad_ptr, k, width, columns, events, factor, cap,
     SOFTCAP: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
-    """slope - S total, in raw values over the tile at the ids; and the same in the logits of events (n, E) among the ids. Other
-    events have their share of `rest` times `outside`. `slope` and log-probs are (n, width).
+    """slope - S total, in raw values over the tile at the ids, and in the logits of events (n, E) among the ids.
+
+    Other events get their share of `rest` times `outside`. `slope` and log-probs are (n, width).
     """
     row, lanes = tl.program_id(0).to(tl.int64), tl.arange(0, LANES)
     ids = tl.load(ids_ptr + row * k + lanes, mask=lanes < k, other=-1)
@@ -553,7 +555,7 @@ def members_kernel(
 def closing_values(state, both):
     """(n,) each, from running values (8, n): normalisers of both sides, entropies of both sides, reverse and forward KL.
 
-    Without `both` the first and the third alone say something.
+    Without `both`, only the first and third are meaningful.
     """
     n = state.shape[1]
     found = torch.empty((6, n), dtype=torch.float32, device=state.device)
@@ -572,7 +574,7 @@ def event_gradient(student, teacher, state, phi, slope, weight, parameter, kind)
 
 
 def members_gradient_(grad, events, share, logit, of_event, here, factor, reading):
-    """Spread a gradient in the events' logits (n, E) over `grad`'s columns. `here`: place, id and first column of those in it."""
+    """Spread a gradient in the events' logits (n, E) over `grad`'s columns. `here`: places, ids and first column of members."""
     place, ids, start = here
     if len(ids):
         members_kernel[(len(grad),)](
@@ -597,8 +599,10 @@ def chosen_logprobs(tile, ids, state, first, student, teacher):
 
 
 def take_chosen_(tile, ids, state, first, student, teacher):
-    """(n, K + 1) logits of both sides at the ids, which are then no longer in the tile, nor in the running values; their last
-    column is left for `tail_logprobs_`."""
+    """(n, K + 1) logits of both sides at the ids, which are removed from the tile and the running values.
+
+    The last column is left for `tail_logprobs_`.
+    """
     n, k = ids.shape
     s, t = (torch.empty((n, k + 1), dtype=torch.float32, device=ids.device) for _ in range(2))
     events = 0 if first is None else len(first)
@@ -613,8 +617,11 @@ def take_chosen_(tile, ids, state, first, student, teacher):
 
 
 def tail_logprobs_(student, teacher, state):
-    """Log-probs over the logits (n, K + 1) of both sides that were taken, when all else is folded into the running values; the
-    last column is the tail. The running values then hold the whole row; returned are the student's of the rest, (2, n)."""
+    """Turn the removed logits (n, K + 1) of both sides into log-probs in place; the last column is the tail.
+
+    All other columns must be folded into the running values first, which then hold the whole row. Returns the student's
+    running values of the rest, (2, n).
+    """
     n, width = student.shape
     rest = torch.empty((2, n), dtype=torch.float32, device=student.device)
     tail_kernel[(n,)](
@@ -625,9 +632,10 @@ def tail_logprobs_(student, teacher, state):
 
 
 def chosen_gradient_(grad, ids, slope, total, outside, logprob, state, rest, first, student, factor, reading):
-    """At the ids of `grad`; returns that in the events' logits (n, E). `slope` and log-probs may have a column more, the tail.
+    """Write the gradient at the ids of `grad`; return the gradient in the events' logits (n, E).
 
-    `rest`: running values of what `outside` is spread over, as it is over the other columns of `grad`.
+    `slope` and log-probs may have one more column, the tail. `rest`: running values of the columns that `outside` is
+    spread over, as it is over the other columns of `grad`.
     """
     n, k = ids.shape
     events = 0 if first is None else len(first)
@@ -644,18 +652,18 @@ def _warps(count):
     return min(max(triton.next_power_of_2(max(count, 1)) // 64, 1), 16)
 
 
-# The k largest columns of every row, without sorting: three kernels, of which only the first reads whole rows.
+# --- The k largest columns of every row, without sorting ---
 #
-# Each block of columns is represented by its maximum. The k blocks with the largest maxima hold the k largest columns, and which
-# these are is found by bisection: fp32 numbers are in the order of their bits. Among equal ones the first are taken.
+# Three kernels; only the first reads whole rows. The k blocks of columns with the largest maxima hold the k largest columns,
+# found by bisection on the bits of fp32 numbers, which have the same order. Ties go to the first columns.
 
 
 # mypy: ignore-errors
 
 
 BLOCK = 64  # columns of a block
-BLOCKS = 64  # of a program
-MOST = 256  # columns that can be asked for: their blocks fit into registers
+BLOCKS = 64  # blocks per program
+MOST = 256  # largest k: its blocks fit into registers
 LOWEST = tl.constexpr(-3.0e38)
 
 
@@ -669,7 +677,7 @@ def maxima_kernel(values, maxima, stride, columns, blocks, BLOCKS: tl.constexpr,
 
 @triton.jit
 def _among_largest(value, k):
-    """Which lanes hold the k largest, and the place of each among them."""
+    """Mask of the lanes that hold the k largest, and the place of each among them."""
     bits = value.to(tl.int32, bitcast=True)
     order = bits ^ ((bits >> 31) & 0x7FFFFFFF)
     low = tl.full((), -2147483648, tl.int64)
@@ -705,7 +713,7 @@ def columns_kernel(values, chosen, found, ids, stride, columns, k, LANES: tl.con
 
 
 def takes(values, k):
-    """Whether it is for these."""
+    """Whether `largest_columns` supports these values."""
     return k <= MOST and values.shape[-1] > 4 * k * BLOCK and values.stride(-1) == 1 and values.dtype == torch.float32
 
 

@@ -1,4 +1,4 @@
-"""Samplers that work beside training, with weights of their own, while the student that they come from learns."""
+"""Samplers that run alongside training, with their own copy of the student's weights."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ import torch
 from opd.common.errors import OpdError, TrainingError
 from opd.common.messages import read_message, write_message
 from opd.common.text import plain
-from opd.engines import builtin  # noqa: F401  (a sampler opens with it: everything is imported before there are facts)
+from opd.engines import builtin  # noqa: F401  (imported early, so that a sampler process is ready before it gets its facts)
 from opd.engines.kinds import SAMPLERS, InFlight, SamplerKind
 from opd.engines.prefork import taken
 from opd.engines.shared_sampler import dealt
@@ -40,34 +40,34 @@ from opd.store.records import COLUMNS
 
 
 class NewestWeights(Protocol):
-    """Where a sampler that works beside training finds them."""
+    """The source of new weights for a sampler that runs alongside training."""
 
     @property
     def version(self) -> int: ...
 
     def load(self, sampler: TokenSampler) -> int:
-        """Into a sampler; says which version it got."""
+        """Load the newest weights into a sampler; returns their version."""
         ...
 
 
 class LoggingSampler(ABC):
-    """Samples while another thread trains, in processes that write what they draw into logs of their own."""
+    """Samples while another thread trains, in processes that write tokens to their own logs."""
 
     @property
     @abstractmethod
     def version(self) -> int:
-        """Of the newest weights that it was given."""
+        """The version of the newest weights it has received."""
 
     @abstractmethod
     def load(self, weights: WeightsRef) -> None: ...
 
     @abstractmethod
     def keep(self, requests: Sequence[SampleRequest], author: Author) -> Iterator[int]:
-        """Answer requests whose rollouts are begun in the store, until it has all of them; numbers of tokens, as they are drawn."""
+        """Answer requests whose rollouts the store has begun, until it has them all. Yields counts of new tokens."""
 
 
 class Handover:
-    """The newest weights on their way from one thread to another. What training changes is copied, so nothing is shared."""
+    """Passes the newest weights from the training thread to the sampling thread. Weights that train are copied."""
 
     def __init__(self, model: LanguageModel) -> None:
         self._moving, self._device = model.moving(), model.device
@@ -77,7 +77,7 @@ class Handover:
         self.version = -1
 
     def put(self, weights: WeightsRef) -> None:
-        """By the thread that trains. It waits for a sampler that is taking the ones before, and for nothing else."""
+        """Called by the training thread. It only waits while a sampler is loading the previous weights."""
         with self._lock, torch.no_grad():
             for name, tensor in weights.tensors.items():
                 if name not in self._moving:
@@ -91,32 +91,32 @@ class Handover:
             self.version = weights.version
 
     def load(self, sampler: TokenSampler) -> int:
-        """By the thread that samples; says which version it took."""
+        """Called by the sampling thread; returns the version that was loaded."""
         with self._lock:
             sampler.load(WeightsRef(self.version, self._held, self._adapter))
             self._settle()
             return self.version
 
     def _settle(self) -> None:
-        """The two threads have streams of their own on a GPU: the copy is over before the other one may look."""
+        """Wait for the copy: the two threads use different CUDA streams."""
         if self._device.type == "cuda":
             torch.cuda.current_stream(self._device).synchronize()
 
 
 class AheadSampler:
-    """Samples with the newest weights of a place where others put them: another thread, or another process.
+    """Samples with the newest weights that another thread or process provides.
 
-    They are taken over before anything is admitted. When newer ones come while rollouts are under way, `in_flight` says:
+    New weights are loaded before requests are taken. If newer ones arrive during rollouts, `in_flight` decides:
 
-    recompute   they go on with the new weights, which read what is written so far again
-    keep        they go on with the new weights, over keys and values that the old ones computed
-    wait        they are finished with the old ones
+    recompute   rollouts resume with the new weights, which prefill the tokens so far again
+    keep        rollouts continue with the new weights, on keys and values computed with the old ones
+    wait        rollouts finish with the old weights
     """
 
     def __init__(self, sampler: TokenSampler, newest: NewestWeights, in_flight: InFlight) -> None:
-        """`sampler` was opened with a copy of the student that has weights of its own."""
+        """`sampler` must be opened with a copy of the student that has its own weights."""
         self._sampler, self._newest, self._in_flight = sampler, newest, in_flight
-        self.version = -1  # that it samples with
+        self.version = -1  # of the weights in use
 
     def sample(self, requests: Iterable[SampleRequest]) -> Iterator[SampledToken | Finished]:
         self.take_over()
@@ -137,7 +137,7 @@ class AheadSampler:
         return self.version != self._newest.version
 
     def _recomputing(self, waiting: dict[str, SampleRequest]) -> Iterator[SampledToken | Finished]:
-        """Every time newer weights come, what is unfinished is asked for again, with its tokens so far as a prefix."""
+        """Whenever newer weights arrive, request unfinished rollouts again, with their tokens so far as a prefix."""
         while waiting:
             self.take_over()
             written: dict[str, list[int]] = {name: [] for name in waiting}
@@ -150,13 +150,16 @@ class AheadSampler:
                     written[event.request_id].append(event.token)
                 if self._outdated and waiting:
                     break
-            if isinstance(events, Generator):  # what was drawn and not handed out yet is drawn again
+            if isinstance(events, Generator):  # drawn tokens that were not yielded are drawn again
                 events.close()
             waiting = {name: _going_on(request, written[name]) for name, request in waiting.items()}
 
 
 class ThreadSampler(AheadSampler):
-    """`load` is called by the thread that trains, `sample` by another. `sampler` has an `inference_copy(own=True)`."""
+    """Samples in a second thread. The training thread calls `load`, the other one `sample`.
+
+    `sampler` must be opened with an `inference_copy(own=True)`.
+    """
 
     def __init__(self, sampler: TokenSampler, student: LanguageModel, in_flight: InFlight) -> None:
         self._handover = Handover(student)
@@ -167,28 +170,27 @@ class ThreadSampler(AheadSampler):
 
 
 def _going_on(request: SampleRequest, tokens: list[int]) -> SampleRequest:
-    """The same, to go on after these."""
+    """The same request, resumed after these tokens."""
     if not tokens:
         return request
     prefix = np.zeros(0, dtype=np.int32) if request.prefix_ids is None else request.prefix_ids
     return replace(request, prefix_ids=np.concatenate([prefix, np.array(tokens, dtype=np.int32)]))
 
 
-# Samplers in processes of their own (`sampler.processes`), beside the trainer: neither its cores nor its interpreter are theirs.
+# --- Sampler processes (`sampler.processes`): they use neither the trainer's cores nor its interpreter ---
 #
-# Each has a copy of the student, and answers its share of every batch's requests into a log of its own (`store.samplers`). Draws are keyed
-# by the request, so how many there are changes no token. One that dies is started again, with another log, and goes on behind the tokens in
-# the one before.
+# Each has a copy of the student and writes its share of every batch to its own log (`SamplerLog`). Draws are keyed by
+# the request, so the number of processes changes no token. One that dies is restarted with a new log, and resumes.
 
 
-DEATHS = 3  # of one process, without an answer that it finished between them, before the run ends
-POLL = 0.2  # seconds between two looks at whether the run is to stop
-LEAVE = 10.0  # seconds for processes that have hung up, or are to end, to be gone
-TAIL = 2000  # characters of what it printed that an error quotes
+DEATHS = 3  # the run ends when one process dies more often than this in a row without finishing an answer
+POLL = 0.2  # seconds between two checks whether the run should stop
+LEAVE = 10.0  # seconds for processes to exit
+TAIL = 2000  # characters of a process's output that an error quotes
 
 
 class SamplerProcess:
-    """One of them, what it was asked for and has not finished, and the log that it writes. `facts`: what it samples with."""
+    """One process, its unfinished requests and the log that it writes. `facts`: the model and the sampler's settings."""
 
     def __init__(
         self,
@@ -202,7 +204,7 @@ class SamplerProcess:
         self._store, self._say = store, say
         self.open: list[SampleRequest] = []
         self._log: int | None = None
-        self._part: tuple[Any, ...] = ()  # what it was asked for last
+        self._part: tuple[Any, ...] = ()  # the last message with requests
         self._author = Author.STUDENT
         self._deaths, self._words = 0, ""
         self._start()
@@ -216,11 +218,11 @@ class SamplerProcess:
         self._tell(self._facts)
 
     def _tell(self, value: Any) -> None:
-        with contextlib.suppress(ConnectionError):  # it is gone, as reading from it will show
+        with contextlib.suppress(ConnectionError):  # if it is gone, the next read will show it
             self.connection.send_bytes(write_message(value))
 
     def ask(self, requests: Sequence[SampleRequest], author: Author) -> None:
-        """Rollouts that the store has begun and nobody else is asked for."""
+        """Send requests whose rollouts the store has begun. No other process may have them."""
         if self.connection.closed:
             self._start()
         self.open, self._author = list(requests), author
@@ -231,10 +233,10 @@ class SamplerProcess:
                 self._tell(self._part)
 
     def hear(self) -> int:
-        """The next message: how many tokens it tells of. If the process is gone, another one goes on behind what it has left."""
+        """Read the next message; returns its count of new tokens. If the process is gone, a new one resumes its work."""
         try:
             kind, told = read_message(self.connection.recv_bytes())
-        except (EOFError, OSError):  # also in the middle of a message
+        except (EOFError, OSError):  # possibly in the middle of a message
             self._again()
             return 0
         if kind == FAILED:
@@ -257,7 +259,7 @@ class SamplerProcess:
         self.hang_up()
         self.end()
         left = self._left()
-        # a token is not enough: one that dies of a certain request draws others first
+        # tokens do not count: a process that dies of a certain request draws others first
         finished = len(left) < len(self.open)
         self._deaths = 1 if finished else self._deaths + 1
         if self._deaths > DEATHS:
@@ -273,26 +275,26 @@ class SamplerProcess:
         self.ask(left, self._author)
 
     def _left(self) -> list[SampleRequest]:
-        """What is not finished, once the store has taken what the log holds."""
+        """The unfinished requests, after the store has taken the contents of the log."""
         self.settle()
         unfinished = set(self._store.unfinished())
         return [request for request in self.open if request.id in unfinished]
 
     def settle(self) -> None:
-        """The process is gone, and the store takes what it has left. One that failed leaves that to whoever opens it next."""
+        """After the process has ended: let the store take its log. If the store has failed, the next run does this."""
         if self._log is not None and not self._store.failed:
             self._store.settle(self._log)
         self._log = None
 
     def hang_up(self) -> None:
-        """It makes durable what it has drawn, and ends."""
+        """Close the connection. The process then makes its tokens durable, and exits."""
         self.ready = self.ready or self.connection.poll()
         with socket.socket(fileno=os.dup(self.connection.fileno())) as line, contextlib.suppress(OSError):
-            line.shutdown(socket.SHUT_RDWR)  # also where a fork of somebody else's holds it
+            line.shutdown(socket.SHUT_RDWR)  # works even if a forked process also holds the socket
         self.connection.close()
 
     def end(self, patience: float = 0.0) -> None:
-        """Behind `hang_up`. `ask` starts another. One that is not ready yet has drawn nothing."""
+        """Wait for the exit after `hang_up`, then kill. One that is not ready has drawn nothing. `ask` starts another."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(patience if self.ready else 0.0)
         self.process.kill()
@@ -303,9 +305,9 @@ class SamplerProcess:
 
 
 class SamplerProcesses(LoggingSampler):
-    """`load` is called by the thread that trains, `keep` by another.
+    """Samples in several processes. The training thread calls `load`, another one `keep`.
 
-    `check`: called while they are waited for; may raise to end that. `say`: told of processes that die.
+    `check`: called during waits; it may raise to end them. `say`: called with a message when a process dies.
     """
 
     def __init__(
@@ -317,7 +319,7 @@ class SamplerProcesses(LoggingSampler):
         check: Callable[[], None] = lambda: None,
         say: Callable[[str], None] = lambda line: None,
     ) -> None:
-        """`facts`: revision, sampler, max_length, stop_ids, threads, in_flight, commit_ms and fsync; the rest is the student's."""
+        """`facts`: revision, sampler, max_length, stop_ids, threads, in_flight, commit_ms, fsync; others come from `student`."""
         moving = student.moving()
         published = {name: tensor for name, tensor in student.weights(0).tensors.items() if name in moving}
         self._weights, self._check = SharedWeights(layout_of(published)), check
@@ -348,7 +350,7 @@ class SamplerProcesses(LoggingSampler):
                     if process.connection in ready:
                         yield process.hear()
                 self._check()
-        finally:  # whoever is not done has no more to do
+        finally:  # after an error, stop the processes that are still busy
             self._end([process for process in self.processes if process.open])
 
     def close(self) -> None:
@@ -356,7 +358,7 @@ class SamplerProcesses(LoggingSampler):
         self._weights.close()
 
     def _end(self, processes: Sequence[SamplerProcess]) -> None:
-        """All together: what they have drawn becomes durable while they end, and then the store's."""
+        """Stop processes in parallel. Each makes its tokens durable, then the store takes its log."""
         living = [process for process in processes if not process.connection.closed]
         for process in living:
             process.hang_up()
@@ -367,36 +369,35 @@ class SamplerProcesses(LoggingSampler):
             process.settle()
 
 
-# What a process that samples beside the trainer does: it is told once what to sample with, then asked again and again.
+# --- The main function of a sampler process ---
 #
-# here                                 imports, which is most of the time that it needs until it is ready
-# trainer   weights, facts             the memory that has the newest ones; the model and the sampler's settings
-# here      ready                      the model is loaded; parts are sent to those that will read them at once
-# trainer   requests                   part of a batch, what there is of each rollout, and the log to write into
-# here      drawn, drawn, …            how many tokens a step of the sampler has given; they are in the log
-# here      kept                       all of them are finished and durable: where. The next part comes behind this
-# here      failed                     why it cannot go on; a process that ends without a word is started again
+# here                                 imports, most of the startup time
+# trainer   weights, facts             the shared memory of the newest weights; the model and the sampler's settings
+# here      ready                      the model is loaded; requests are only sent after this
+# trainer   requests                   part of a batch, the existing tokens of each rollout, and the log to write to
+# here      drawn, drawn, …            the number of tokens of each sampler step, after they are in the log
+# here      kept                       all requests are finished and durable, with their places. The next part follows
+# here      failed                     an error message; a process that exits without one is restarted
 #
-# All is bytes that hold no code (`trainer.messages`). It ends when the trainer does, however that ended: nobody reads any more. What it has
-# drawn by then is made durable first.
+# Messages are bytes that hold no code (`common.messages`). When the trainer ends, the process saves its tokens and exits.
 
 
-WEIGHTS = b"w"  # comes with their descriptor
+WEIGHTS = b"w"  # sent along with the file descriptor
 READY, DRAWN, KEPT, FAILED = "ready", "drawn", "kept", "failed"
 COMMIT_TOKENS = 512  # group commit: tokens buffered before they are written
 
 
 def main(descriptor: int) -> None:
-    """`descriptor`: of the socket on which the trainer is."""
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a scheduler's is for all; the trainer ends this one when it is done
-    trainer = Connection(descriptor)  # closed by the end of the process, behind its last words
+    """Run a sampler process. `descriptor`: of the socket to the trainer."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a scheduler sends it to all; the trainer stops this process itself
+    trainer = Connection(descriptor)  # closed when the process exits, after its last message
     try:
         with socket.socket(fileno=os.dup(descriptor)) as line:
             told, weights, _, _ = socket.recv_fds(line, len(WEIGHTS), 1)
-        if told:  # else nobody needed this one
+        if told:  # else this process was not needed
             _serve(trainer, weights[0])
     except (EOFError, ConnectionError):
-        return  # nobody is there any more
+        return  # the trainer is gone
     except OpdError as error:
         trainer.send_bytes(write_message((FAILED, str(error))))
 
@@ -442,7 +443,7 @@ def _opened(facts: Mapping[str, Any], weights: int) -> Any:
 
 
 def part_of(requests: Sequence[SampleRequest], store: RolloutStore, log: int, author: Author) -> tuple[Any, ...]:
-    """What the trainer asks for: everything that there is of these rollouts is durable by then, and so is the log's number."""
+    """The trainer's message with requests. `partial` first makes these rollouts and the log's number durable."""
     begun: list[Rollout] = store.partial([request.id for request in requests])
     parts = []
     for request, rollout in zip(requests, begun, strict=True):
@@ -454,7 +455,7 @@ def part_of(requests: Sequence[SampleRequest], store: RolloutStore, log: int, au
 
 
 def _begun(log: SamplerLog, parts: Sequence[tuple[Any, ...]]) -> list[SampleRequest]:
-    """In this log, with all that is written of them; each request goes on behind that."""
+    """Begin the rollouts in this log, with their existing tokens; returns requests that resume after them."""
     wanted = []
     for request, number, names, prompt_ids, columns in parts:
         log.begin(number, names, prompt_ids, columns)
@@ -465,7 +466,7 @@ def _begun(log: SamplerLog, parts: Sequence[tuple[Any, ...]]) -> list[SampleRequ
 def _draw(
     log: SamplerLog, events: Iterable[SampledToken | Finished], names: Mapping[str, int], author: Author
 ) -> Iterator[int]:
-    """Into the log, the tokens of one step together, at most one of each request; how many these were."""
+    """Write tokens to the log, one step at a time (at most one token per request). Yields their counts."""
     drawn: dict[str, SampledToken] = {}
     waiting = 0
 
@@ -497,22 +498,25 @@ def _draw(
     yield last
 
 
-# The newest weights in memory that several processes share: one writes them, and those that sample read.
+# --- The newest weights in shared memory: the trainer writes, sampler processes read ---
 #
-# counts (4) | one place | another          which version was begun, which is whole; the version of each place
+# counts (4) | buffer | buffer          the last write begun, the last one completed; the version in each buffer
 #
-# The two places are used in turn, so nobody waits for anybody, and whoever is killed leaves no lock behind: a reader that was
-# overtaken within one copy reads again. The memory has no name, and goes with the last process that holds it.
+# Writes alternate between the buffers, so there are no locks; a reader that was overtaken during a copy reads again.
+# The memory is anonymous, and is freed with the last process that holds it.
 
 
 Layout = Mapping[str, tuple[str, Sequence[int]]]  # dtype and shape of each tensor, by name
 ALIGN = 64
-BEGUN, WHOLE, VERSIONS = 0, 1, 2  # where the counts stand
+BEGUN, WHOLE, VERSIONS = 0, 1, 2  # indices into the counts
 _ORDER = threading.Lock()
 
 
 class SharedWeights:
-    """`descriptor`: of memory that another process has made for the same layout. `still`: weights that nobody publishes."""
+    """Weights in shared memory.
+
+    `descriptor`: of memory that another process created with the same layout. `still`: weights that do not change.
+    """
 
     def __init__(
         self, layout: Layout, descriptor: int | None = None, still: Mapping[str, torch.Tensor] | None = None
@@ -545,7 +549,7 @@ class SharedWeights:
         self._counts[WHOLE] = count
 
     def load(self, sampler: TokenSampler) -> int:
-        """By a process that samples; says which version it took."""
+        """Called by a sampler process; returns the version that was loaded."""
         while True:
             count = int(self._counts[WHOLE])
             _in_order()
@@ -587,9 +591,9 @@ def _bytes(dtype: str, shape: Sequence[int]) -> int:
 
 
 def _in_order() -> None:
-    """What was written or read before is so for other processors, too, before what follows: ARM keeps no order by itself.
+    """A memory barrier: ARM may otherwise reorder reads and writes.
 
-    A lock that is let go and one that is taken behind it are never exchanged, nor what lies before and behind them.
+    Releasing a lock and then taking one is never reordered, nor are the accesses before and after.
     """
     for _ in range(2):
         with _ORDER:

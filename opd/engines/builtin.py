@@ -1,15 +1,15 @@
 """The built-in sampler: continuous batching over a fixed number of slots.
 
     engine = Engine(student.inference_copy(), BuiltInSampler(), max_length=512, merge_stop=stop_ids)
-    for event in engine.sample(requests):        # a generator: requests are pulled as slots become free
+    for event in engine.sample(requests):        # a generator: takes requests as slots become free
         ...                                      # SampledToken, SampledToken, …, Finished, of many requests interleaved
 
     requests ──► free slots ──► prefill calls ──► decode steps, all slots at once ──► events
                      ▲                                  │
                      └──────────── finished ◄───────────┘
 
-A rollout depends on its request and the weights only, never on what shares the batch: see `draws` and `graphs`.
-Samples of one prompt share its prefill: all but its last piece is copied from a slot that holds it already.
+A rollout depends only on its request and the weights, never on the rest of the batch: see `draws` and `calls`.
+Samples of one prompt share its prefill: all but the last chunk is copied from a slot that already holds it.
 """
 
 from __future__ import annotations
@@ -49,13 +49,15 @@ from opd.models.routes import (
 )
 from opd.records import Finished, SampledToken, SampleRequest, StopReason, WeightsRef
 
-NOTHING_YET = 0.001  # seconds until a source of requests is asked again
-SMALL_MODEL = 20_000_000  # parameters; below it a CPU step is bound by overhead, above it by arithmetic
+NOTHING_YET = 0.001  # seconds before a source that had no request is asked again
+SMALL_MODEL = 20_000_000  # parameters; a CPU step is bound by overhead below this, by arithmetic above
 
 
 def choose_settings(model: LanguageModel, spec: BuiltInSampler, partner: Partner | None = None) -> Settings:
-    """Measured choices: a large model on a CPU gains nothing from wide prefills and loses by padding them, unless its weights are
-    packed and the padding is left out.
+    """Slots, prefill rows and chunk size, chosen by measurement.
+
+    On a CPU, a large model gains nothing from wide prefills and loses time to padding, unless its weights are packed and
+    the padding is skipped.
     """
     if model.device.type == "cuda":
         slots, rows, chunk = 64, 16, 64
@@ -71,15 +73,15 @@ def choose_settings(model: LanguageModel, spec: BuiltInSampler, partner: Partner
 
 
 def bound_by_overhead(model: LanguageModel) -> bool:
-    """A step over twice as many slots takes hardly longer."""
+    """Whether a step with twice as many slots takes hardly longer."""
     size = sum(parameter.numel() for parameter in model.module.parameters())
     return model.device.type != "cuda" and size < SMALL_MODEL
 
 
 def even_rows(model: LanguageModel) -> int:
-    """Slots and chunks are multiples of this, so that no activation ends within a vector: see `divergences.lanes`.
+    """Slots and chunks are multiples of this, so that no activation ends inside a SIMD vector: see `LANES`.
 
-    It is 1 on CUDA and for models whose widths are multiples of 64, as almost all are.
+    It is 1 on CUDA and for models with widths that are multiples of 64, which almost all are.
     """
     if model.device.type != "cpu":
         return 1
@@ -92,16 +94,16 @@ def even_rows(model: LanguageModel) -> int:
 
 @dataclass(eq=False)
 class Active:
-    """A request in a slot. `length` and `position` run ahead of what has been emitted."""
+    """A request in a slot. `length` and `position` count launched tokens, which may not be emitted yet."""
 
     request: SampleRequest
     slot: int
-    rows: deque[PrefillRow]  # of its prompt, not prefilled yet
-    length: int  # columns in use once everything launched so far is done, the token to be fed next included
-    position: int  # response tokens launched, the prefix included
-    ids: list[int]  # response ids emitted, the prefix included
-    head: Head | None  # all of its prompt but the last piece; None: it has one piece
-    source: Active | None = None  # whose slot holds that already
+    rows: deque[PrefillRow]  # chunks of its prompt that are not prefilled yet
+    length: int  # columns in use once all launched calls are done, including the next input token
+    position: int  # response tokens launched, including the prefix
+    ids: list[int]  # response ids emitted, including the prefix
+    head: Head | None  # all chunks of its prompt but the last; None: there is only one
+    source: Active | None = None  # a request with the same head in its slot
     finished: bool = False
 
     @property
@@ -110,13 +112,13 @@ class Active:
 
     @property
     def copyable(self) -> bool:
-        """Whether its head is in its slot, once everything launched so far is done."""
+        """Whether its slot holds its head once all launched calls are done."""
         return len(self.rows) <= 1
 
 
 @dataclass(frozen=True)
 class Head:
-    """The beginning of a prompt, as whole pieces, read with the weights of a version."""
+    """The beginning of a prompt, in whole chunks, prefilled with the weights of one version."""
 
     ids: bytes
     columns: int
@@ -125,7 +127,7 @@ class Head:
 
 @dataclass(frozen=True, eq=False)
 class Launched:
-    """A call whose results have not been read: column of the results -> request."""
+    """A launched call with unread results. `columns`: (column of the results, request)."""
 
     results: Results
     columns: list[tuple[int, Active]]
@@ -133,9 +135,9 @@ class Launched:
 
 
 class Engine:
-    """Implements `types.TokenSampler`. One `sample` at a time; `load` may come between two events of it."""
+    """Implements `TokenSampler`. One `sample` call at a time; `load` may be called between two of its events."""
 
-    manner = ""  # nothing is faster
+    manner = ""  # not slower than usual
 
     def __init__(
         self,
@@ -155,7 +157,7 @@ class Engine:
         self.model, self.max_length, self.version = model, max_length, 0
         self.settings = choose_settings(model, spec, partner)
         self.steps = Steps(model, self.settings, max_length, merge_stop, spec.compile is True, partner)
-        self.lag = 1 if model.device.type == "cuda" else 0  # calls whose results stay unread while the next one runs
+        self.lag = 1 if model.device.type == "cuda" else 0  # calls left unread while the next one runs
         self.decode_steps = self.prefill_calls = self.prefill_rows = 0
         self._busy = False
 
@@ -178,16 +180,16 @@ class Engine:
 
 
 class _Schedule:
-    """One run of `Engine.sample`."""
+    """One call of `Engine.sample`."""
 
     def __init__(self, engine: Engine, requests: Iterator[SampleRequest | None]) -> None:
         self.engine, self.steps, self.settings = engine, engine.steps, engine.settings
         self.requests: Iterator[SampleRequest | None] | None = requests  # None: no more
         self.free = list(range(self.settings.slots - 1, -1, -1))
-        self.waiting: deque[Active] = deque()  # in a slot, prompt not prefilled yet
+        self.waiting: deque[Active] = deque()  # in a slot, with a prompt that is not prefilled yet
         self.decoding: dict[int, Active] = {}  # by slot
         self.launched: deque[Launched] = deque()
-        self.holders: dict[Head, Active] = {}  # a request whose slot holds it, or will once its rows are launched
+        self.holders: dict[Head, Active] = {}  # the request that holds the head, or will once its rows are launched
         self.held: dict[int, Head] = {}  # by slot
         self.lag = engine.lag
         self.idle = 0  # slot-steps wasted since the last prefill
@@ -224,7 +226,7 @@ class _Schedule:
                 self.free.pop()
                 self.share(active)
                 self.waiting.append(active)
-            else:  # an interrupted rollout whose last token was kept, but not the fact that it was the last
+            else:  # an interrupted rollout whose last token was saved, but not its end
                 yield Finished(request.id, over)
 
     def place(self, request: SampleRequest) -> Active:
@@ -242,8 +244,8 @@ class _Schedule:
         return Active(request, slot, rows, ids.size, prefix.size, prefix.tolist(), head)
 
     def share(self, active: Active) -> None:
-        """It takes its head from a slot that holds it, or becomes the one from which others take it."""
-        if active.slot in self.held and self.held[active.slot] != active.head:  # what the slot held is overwritten
+        """Copy the head from a slot that holds it, or make this request the one that others copy from."""
+        if active.slot in self.held and self.held[active.slot] != active.head:  # the slot's old head is overwritten
             lost = self.held.pop(active.slot)
             if lost in self.holders and self.holders[lost].slot == active.slot:
                 del self.holders[lost]
@@ -263,7 +265,7 @@ class _Schedule:
         self.holders[active.head], self.held[active.slot] = active, active.head
 
     def read_whole(self, active: Active) -> None:
-        """Its head is not to be had any more."""
+        """Prefill the whole prompt, since its head can no longer be copied."""
         active.source, (last,) = None, active.rows
         ids, _ = sequence_ids(active.request, self.engine.max_length)
         chunk = self.settings.prefill_chunk
@@ -276,9 +278,9 @@ class _Schedule:
     # Calls
 
     def should_prefill(self) -> bool:
-        """At once when the rows fill a call or nothing else is running; otherwise when waiting has become as dear.
+        """Prefill at once if the rows fill a call or nothing is decoding; otherwise once waiting has cost as much.
 
-        A call costs about one decode step, and dummy rows are its waste; idle slots are the waste of waiting.
+        A call costs about one decode step. It wastes its dummy rows; waiting wastes idle slots.
         """
         rows = sum(len(active.rows) for active in self.waiting)
         if rows == 0:
@@ -311,7 +313,7 @@ class _Schedule:
         self.note(results, columns)
 
     def ready(self) -> list[Active]:
-        """Requests that a call can take: what others hold for them has to be there before it."""
+        """Requests that can be prefilled now: a head to copy must already be in its slot."""
         for active in self.waiting:
             if active.source is not None and active.head is not None and active.head.version != self.engine.version:
                 self.read_whole(active)
@@ -326,7 +328,7 @@ class _Schedule:
         self.note(results, list(self.decoding.items()))
 
     def note(self, results: Results, columns: list[tuple[int, Active]]) -> None:
-        """A call that will draw a token for each of these was launched. Who has no more to come frees the slot now."""
+        """Record a launched call that draws one token per request. A request that needs no more tokens frees its slot."""
         self.launched.append(Launched(results, columns, self.engine.version))
         for _, active in columns:
             active.length += 1
@@ -335,7 +337,7 @@ class _Schedule:
                 self.release(active)
 
     def release(self, active: Active) -> None:
-        if self.decoding.get(active.slot) is active:  # else the slot is free already, or has a new tenant
+        if self.decoding.get(active.slot) is active:  # else the slot is already free or reused
             del self.decoding[active.slot]
             self.free.append(active.slot)
 
@@ -346,11 +348,11 @@ class _Schedule:
         tokens, (logprobs, sampled, stops) = values[0].astype(np.int64).tolist(), values[1:].tolist()
         version = launched.version
         for column, active in launched.columns:
-            if active.finished:  # it stopped one step ago, and this one was under way
+            if active.finished:  # it stopped one step ago, when this call was already running
                 continue
             token, logprob = tokens[column], logprobs[column]
             if math.isnan(logprob):
-                self.steps.clear()  # NaNs would outlive the weights that made them
+                self.steps.clear()  # NaNs in the cache would outlive these weights
                 raise TrainingError(
                     f"request {active.request.id!r}: the policy's logits (version {version}) are not finite."
                 )
@@ -366,7 +368,7 @@ class _Schedule:
         return why_over(active.ids, active.request, self.engine.model.tokenizer)
 
 
-# Which sampler a model gets: the engine where its keys and values fit into slots, else one request at a time.
+# --- Choosing the sampler: the engine if keys and values fit into slots, else one request at a time ---
 
 
 log = logging.getLogger(__name__)
@@ -382,7 +384,7 @@ def open_sampler(
     merge_stop: tuple[int, ...],
     partner: Partner | None = None,
 ) -> Engine | PlainSampler:
-    """The sampler takes the model over: give it an `inference_copy`. It gets as many of its slots as there is memory for."""
+    """Open a sampler. It takes over the model, so pass an `inference_copy`. Slots are halved until they fit into memory."""
     if partner is not None:
         require_slots([model, partner.model], max_length)
     why = unfit_for_slots(model, max_length)
@@ -402,7 +404,7 @@ def open_sampler(
 
 
 def require_slots(models: Sequence[LanguageModel], max_length: int) -> None:
-    """Refuse models that cannot read along with each other, token by token."""
+    """Raise an error for models that cannot decode together, token by token."""
     for model in models:
         why = unfit_for_slots(model, max_length)
         if why:
@@ -413,7 +415,7 @@ def require_slots(models: Sequence[LanguageModel], max_length: int) -> None:
 
 
 def unfit_for_slots(model: LanguageModel, max_length: int) -> str:
-    """Why a model cannot sample through slots, or nothing."""
+    """Why a model cannot sample through slots; empty if it can."""
     route = model.route
     if not isinstance(route, PackedRoute):
         return route.why
@@ -442,7 +444,7 @@ def _wrong_in_slots(model: LanguageModel) -> str:
 
 
 def _probe(model: LanguageModel) -> list[tuple[Tensor, Tensor]]:
-    """Two slots, prefilled in pieces and decoded at different columns, against both sequences at once."""
+    """(logits through slots, reference logits) pairs: two sequences in chunks at different columns, and in one pass."""
     device = model.device
     ids_T = torch.linspace(1, model.size - 1, 2 * LENGTH, device=device).long()
     first, second = ids_T.roll(LENGTH // 2).split(LENGTH)
@@ -467,21 +469,20 @@ def _probe(model: LanguageModel) -> list[tuple[Tensor, Tensor]]:
     ]
 
 
-# The sampler for models whose state does not fit into slots: one request at a time, through the model's own cache.
+# --- Sampling one request at a time, through the model's own cache ---
 #
-# Slower than the engine, and as right: the draws are the engine's (see `draws` and `sampling`), so a rollout depends on
-# its request and the weights only. Used for recurrent and hybrid models, for attention that does not come through
-# transformers' interface, and for sequences beyond a rotary limit.
+# Slower than the engine, with the same draws, so a rollout depends only on its request and the weights. For recurrent and
+# hybrid models, attention outside transformers' interface, and sequences beyond a rotary limit.
 
 
-PROBED = 64  # tokens of the sequence that a cache is tried with
+PROBED = 64  # tokens of the sequence that a cache is tested with
 DRIFT = 2e-3  # nats; rounding gives 1e-4 in fp32
-STEP, SMALL = "dt_bias", -9.2  # softplus(-9.2) = 0.0001, a tenth of what Nemotron-H bounds steps by
-CACHES = ("past_key_values", "cache_params", "state")  # what stock classes call their cache, in and out
+STEP, SMALL = "dt_bias", -9.2  # softplus(-9.2) = 0.0001, a tenth of Nemotron-H's lower bound for steps
+CACHES = ("past_key_values", "cache_params", "state")  # names of the cache in stock classes, as input and output
 
 
 class PlainSampler:
-    """Implements `types.TokenSampler`. It takes the model over: give it an `inference_copy`."""
+    """Implements `TokenSampler`. It takes over the model, so pass an `inference_copy`."""
 
     def __init__(self, model: LanguageModel, max_length: int, *, merge_stop: tuple[int, ...], why: str = "") -> None:
         check_context(model, max_length)
@@ -490,7 +491,7 @@ class PlainSampler:
         stop = [index for index in merge_stop if index < model.size]
         self.stop = torch.tensor(stop, dtype=torch.int64, device=model.device)
         self.cached = self._cache_is_right()
-        self.why = why  # not through slots
+        self.why = why  # why the model cannot use slots
 
     @property
     def manner(self) -> str:
@@ -502,7 +503,7 @@ class PlainSampler:
         self.version = weights.version
 
     def sample(self, requests: Iterable[SampleRequest | None]) -> Iterator[SampledToken | Finished]:
-        """Events of one request after the other: its tokens, then its `Finished`."""
+        """Events of one request after another: its tokens, then its `Finished`."""
         for request in requests:
             if request is None:  # nothing yet
                 time.sleep(NOTHING_YET)
@@ -545,13 +546,13 @@ class PlainSampler:
         return draw(logits_V[None], settings, self.stop, filters(sampling))
 
     def _cache_is_right(self) -> bool:
-        """Token by token through the cache against the whole sequence at once; a cache that fails is not used.
+        """Compare decoding through the cache with a full pass; a cache that fails is not used.
 
-        A recurrence may drift by a little with every token, so there are many; and its steps are made as small as training
-        may make them, because some classes bound them in the one pass and not in the other.
+        A recurrence may drift a little with every token, so many are compared. Its steps are made as small as training may
+        make them, since some classes bound them in only one of the two passes.
         """
         if self.model.dtype != torch.float32 and bounded_steps(self.model.module):
-            return False  # the drift would be lost in the rounding of a comparison
+            return False  # rounding would hide the drift
         longest = min(PROBED, self.model.context, self.model.route.limit or PROBED)
         ids = torch.linspace(1, self.model.size - 1, longest).long().tolist()
         stepwise, begun = Reader(self, cached=True), min(5, longest - 1)
@@ -568,21 +569,21 @@ class PlainSampler:
 
 
 def drifted(ours: Tensor, stock: Tensor, dtype: torch.dtype) -> bool:
-    """Whether logits (N, V) through a cache give other log-probs than those of the whole sequence."""
+    """Whether logits (N, V) through a cache give different log-probs than a full pass."""
     if dtype != torch.float32:
         return far(ours, stock, dtype)
     return not bool((ours.log_softmax(-1) - stock.log_softmax(-1)).abs().max() <= DRIFT)
 
 
 def bounded_steps(module: Any) -> bool:
-    """Whether layers bound the steps of their recurrence (Nemotron-H, Zamba 2), which their cached form may leave out."""
+    """Whether layers bound the steps of their recurrence (Nemotron-H, Zamba 2). Their cached form may not."""
     limits = [vars(part).get("time_step_limit") for part in module.modules()]
     return any(limit is not None and tuple(limit) != (0.0, math.inf) for limit in limits)
 
 
 @contextmanager
 def small_steps(module: Any) -> Iterator[None]:
-    """Every other head of a Mamba 2 layer takes steps of 0.0001 in here; the tensors themselves stay as they are."""
+    """Temporarily give every other head of a Mamba 2 layer steps of 0.0001. The original tensors are not changed."""
     before = [(part, part._parameters[STEP]) for part in module.modules() if part._parameters.get(STEP) is not None]
     try:
         for part, bias in before:
@@ -598,7 +599,7 @@ def small_steps(module: Any) -> Iterator[None]:
 class Reader:
     """Reads one growing sequence.
 
-    Without a cache the whole of it is read again for every token: slow, and always right.
+    Without a cache, the whole sequence is read again for every token: slow, but always correct.
     """
 
     def __init__(self, sampler: PlainSampler, cached: bool | None = None) -> None:
@@ -609,12 +610,12 @@ class Reader:
         self._positions = "position_ids" in inspect.signature(self.model.backbone.forward).parameters
 
     def read(self, ids: list[int]) -> Tensor:
-        """Logits (V,) of the token after `ids`, which extend those of the call before."""
+        """Logits (V,) of the token after `ids`, which must extend those of the previous call."""
         return self.read_all(ids, last=1)[0]
 
     @torch.inference_mode()
     def read_all(self, ids: list[int], last: int = 0) -> Tensor:
-        """Logits (N, V) after each of the tokens that are new, or after the `last` of them."""
+        """Logits (N, V) after each new token, or after the `last` ones only."""
         if self._frequencies_change(len(ids)):
             self._cache, self._known = {}, 0
         device = self.model.device
@@ -627,6 +628,6 @@ class Reader:
         return self.model.project(out.last_hidden_state[0, -last:]).logits()
 
     def _frequencies_change(self, length: int) -> bool:
-        """Beyond its limit longrope turns all positions by other frequencies: what the cache holds is read again."""
+        """Beyond its limit longrope uses other frequencies for all positions, so the cache has to be rebuilt."""
         limit = self.model.route.limit
         return limit is not None and self._known <= limit < length

@@ -1,11 +1,10 @@
-"""The calls the sampler makes on the device, with fixed shapes: prefill (rows, chunk), decode (slots, 1), and copies.
+"""The sampler's device calls, with fixed shapes: prefill (rows, chunk), decode (slots, 1), and copies.
 
-Everything a call needs lies in static tensors on the device and everything it changes is changed there, so a CUDA
-graph can replay it and the host can run ahead: a drawn token is the next step's input before the host has seen it.
-On the CPU the same functions run as they are.
+A call reads and writes only static tensors on the device. So a CUDA graph can replay it and the host can run ahead: a
+drawn token is the next step's input before the host has seen it. On the CPU the same functions run without graphs.
 
-Fixed shapes are also what makes a rollout independent of its neighbours: the rounding of a matrix product depends on
-the number of rows, never on what the other rows hold.
+Fixed shapes also make a rollout independent of its neighbours: the rounding of a matrix product depends on the number of
+rows, never on the contents of other rows.
 """
 
 from __future__ import annotations
@@ -34,15 +33,15 @@ from opd.records import Sampling
 log = logging.getLogger(__name__)
 
 CPU_SPAN = 64  # decode reads a multiple of this many columns
-LANES = 16  # columns of slots that are shorter than that: all are read every time
-CUDA_SPAN = 256  # and on CUDA this many, doubled as often as needed: one graph each
-COMPILED_SPAN = 1024  # each span is compiled anew
-FIELDS = ("first", "count", "slot", "target", "key", "position", "top_k")  # integers of a prefill row, behind its ids
+LANES = 16  # slots shorter than CPU_SPAN have a multiple of this many columns, and are read whole
+CUDA_SPAN = 256  # on CUDA, decode reads this many columns times a power of two, with one graph each
+COMPILED_SPAN = 1024  # CUDA_SPAN for torch.compile, which compiles every span separately
+FIELDS = ("first", "count", "slot", "target", "key", "position", "top_k")  # integers of a prefill row, after its ids
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What the engine chose, or was told."""
+    """The engine's sizes, chosen or given."""
 
     slots: int
     prefill_rows: int
@@ -52,27 +51,27 @@ class Settings:
 
 @dataclass(frozen=True)
 class PrefillRow:
-    """A piece of a prompt. The last piece draws the first new token and starts the slot."""
+    """A chunk of a prompt. The last chunk draws the first new token and starts decoding in the slot."""
 
     ids: np.ndarray  # (at most chunk,)
     first: int  # column of ids[0]
     slot: int
     last: bool
     key: int
-    position: int  # of the token to be drawn, in the response
+    position: int  # response position of the token to draw
     sampling: Sampling
 
 
 @dataclass(frozen=True, eq=False)
 class Partner:
-    """A second model that reads along: tokens are drawn from (1 - share) * the first + share * this one."""
+    """A second model that reads the same tokens: draws come from (1 - share) * the first model + share * this one."""
 
     model: LanguageModel
     share: float
 
 
 class Steps:
-    """Cache, slot state and the two calls. Slot number `slots` is scratch: dummy rows write there and nobody reads."""
+    """The cache, the slot state and the calls. Slot number `slots` is scratch: dummy rows write to it."""
 
     def __init__(
         self, model: LanguageModel, settings: Settings, max_length: int, stop: tuple[int, ...], compiled: bool,
@@ -87,7 +86,7 @@ class Steps:
         if partner is not None:
             self.partner_cache = SlotCache(partner.model.module.config.num_hidden_layers, entries, self.width)
         self.stop = torch.tensor([index for index in stop if index < model.size], dtype=torch.int64, device=self.device)
-        # Slot state, one entry per slot and one for scratch. `token` is the next input, `column` where it belongs.
+        # Slot state, one entry per slot and one for scratch. `token` is the next input, `column` its column.
         self.token, self.column = self._zeros(entries), self._zeros(entries)
         self.slot_settings = RowSettings(
             temperature=self._zeros(entries, torch.float32),
@@ -108,8 +107,8 @@ class Steps:
         on_gpu = self.device.type == "cuda"
         self.calls = RecordedCalls(model.name, self.device, self.state) if on_gpu else None
         self._fewer = fewer_rows(model.module, settings.slots, settings.even) if not on_gpu and partner is None else []
-        self._alike: set[tuple[str, int, int, bool, int]] = set()  # made without what is idle: see `_shorter`
-        self._unlike: set[str] = set()  # those that have to be made whole
+        self._alike: set[tuple[str, int, int, bool, int]] = set()  # calls that may skip idle rows: see `_shorter`
+        self._unlike: set[str] = set()  # kinds of calls that may not
         self.products = MklWeights(model)
         self._decoding = fused_decoding(self.device, compiled=False)
         self._decode_hidden: Callable[..., Tensor] = self._hidden
@@ -123,7 +122,7 @@ class Steps:
             self.products.join(self._lean.joined)
         if settings.even == 1 and self.products.covers(model.backbone):
             self._fewer = any_rows(self._fewer)
-        self.writes_out = False  # whether decode steps go through layers written out
+        self.writes_out = False  # whether decode steps use `DecodeLayers`
         self._layers = DecodeLayers.of(model, self._decoding["room"]) if self._decoding and not compiled else None
         if self._layers is not None:
             self._write_out_layers()
@@ -132,7 +131,7 @@ class Steps:
 
     @property
     def state(self) -> list[Tensor]:
-        """What a call leaves for the next one, besides keys and values."""
+        """The tensors that a call changes for the next one, besides keys and values."""
         return [self.token, self.column, *vars(self.slot_settings).values()]
 
     def _zeros(self, shape: int | tuple[int, ...], dtype: torch.dtype = torch.int64) -> Tensor:
@@ -145,7 +144,7 @@ class Steps:
             stock_layers(self.model.module)
             self._decoding, self._draw_rows = fused_decoding(self.device, compiled=True), None
             self._span_step = COMPILED_SPAN
-            dynamo = torch._dynamo.config  # the limit counts spans and engines together
+            dynamo = torch._dynamo.config  # the limit applies to all spans of all engines together
             dynamo.recompile_limit = max(dynamo.recompile_limit, 64)
             self._decode_hidden = torch.compile(self._hidden, dynamic=False, fullgraph=True)
             self._decode_draw = torch.compile(draw, dynamic=False, fullgraph=True)
@@ -153,7 +152,7 @@ class Steps:
     # Called by the engine
 
     def prefill(self, rows: Sequence[PrefillRow]) -> Results:
-        """One call. Result column i belongs to rows[i]; it means something only where the row is a prompt's last."""
+        """One prefill call. Result column i belongs to rows[i], and is only valid if that is a prompt's last chunk."""
         ints, floats = self._pack(rows)
         self._upload(self._prefill_ints, ints)
         self._upload(self._prefill_floats, floats)
@@ -168,9 +167,9 @@ class Steps:
         return Results(self._prefill_out)
 
     def decode(self, longest: int, filtered: bool, live: Collection[int] | None = None) -> Results:
-        """One token for every slot, or at least for those that are `live`. Result column i belongs to slot i.
+        """Draw one token for every slot, or at least for the `live` ones. Result column i belongs to slot i.
 
-        `longest`: columns in use by the longest live slot, this step's included.
+        `longest`: columns used by the longest live slot, including this step's.
         """
         span, rows = self._span(longest), self._some(live)
         if rows is None:
@@ -185,7 +184,7 @@ class Steps:
         return Results(self._decode_out)
 
     def copy(self, moves: Sequence[tuple[int, int, int]]) -> None:
-        """(from slot, to slot, columns): keys and values. A few columns more do no harm: nobody has read them yet."""
+        """Copy keys and values: (from slot, to slot, columns). Extra columns do no harm, since they are not read yet."""
         moves = [move for move in moves if move[0] != move[1]]
         if not moves:
             return
@@ -195,7 +194,7 @@ class Steps:
         self._launch("copy", self._copy_step, self._span(max(columns for *_, columns in moves)), False)
 
     def park(self, slot: int) -> None:
-        """Keep a slot that is only partly prefilled out of harm's way: idle slots write too, and here it does none."""
+        """Protect a partly prefilled slot: decode steps also write to idle slots, so send its writes to the last column."""
         self.column[slot].fill_(self.max_length - 1)
 
     @torch.inference_mode()
@@ -208,11 +207,11 @@ class Steps:
 
     @torch.no_grad()
     def _prefill_step(self, span: int, filtered: bool, count: int | None = None, used: int | None = None) -> Tensor:
-        """The logits. `count`: how many rows are read, and `used`: how many of their tokens, if not all."""
+        """Returns the logits. `count`: how many rows are read; `used`: how many of their tokens; default: all."""
         chunk, ints = self.settings.prefill_chunk, self._prefill_ints[:count]
         ids = ints[:, : used or chunk]
         fields = dict(zip(FIELDS, ints[:, chunk:].unbind(1), strict=True))
-        # Padding behind a prompt's end goes to columns that decoding overwrites before anyone reads them.
+        # Padding after a prompt's end goes to columns that decoding overwrites before they are read.
         columns = self._in_bounds(fields["first"][:, None] + self._chunk[:used])
         hidden = self._hidden(ids, SlotLayout(fields["slot"], columns, span, in_order=False))
         last = hidden[torch.arange(ids.shape[0], device=self.device), fields["count"] - 1]
@@ -234,7 +233,7 @@ class Steps:
 
     @torch.no_grad()
     def _decode_step(self, span: int, filtered: bool) -> Tensor:
-        """The logits."""
+        """Returns the logits."""
         slots = self.settings.slots
         token, column, state = self.token[:slots], self.column[:slots], self.slot_settings
         layout = SlotLayout(self._all_slots, column[:, None], span, in_order=True, **self._decoding)
@@ -253,7 +252,7 @@ class Steps:
         return logits
 
     def _decode_some(self, rows: Tensor, span: int, filtered: bool) -> Tensor:
-        """The same for some slots: idle ones take as long as others."""
+        """The same for some slots only, since idle slots cost as much as busy ones."""
         token, column, state = self.token[rows], self.column[rows], self.slot_settings
         hidden = self._hidden(token[:, None], SlotLayout(rows, column[:, None], span, in_order=False))
         settings = RowSettings(*(tensor[rows] for tensor in vars(state).values()))
@@ -267,8 +266,9 @@ class Steps:
     def _shorter(
         self, how: tuple[str, int, int, bool, int], short: Callable[[], Tensor], whole: Callable[[], Tensor]
     ) -> None:
-        """The short way where it gives the logits of the whole one, which is a question of shapes and of the library that
-        multiplies. First both are gone, and the whole one counts.
+        """Run the short call if it gives the same logits as the whole one, which depends on shapes and the math library.
+
+        The first time, both are run and compared, and the whole one's results are used.
         """
         with torch.inference_mode(), self.products.routed():
             if how in self._alike:
@@ -281,14 +281,14 @@ class Steps:
             if torch.equal(found, whole()[: len(found)]):
                 self._alike.add(how)
             elif how[0] == "decode" and how[1] not in fewer_rows(self.model.module, self.settings.slots, 1):
-                self._fewer.remove(how[1])  # of those that `any_rows` has added: says nothing of others
+                self._fewer.remove(how[1])  # added by `any_rows`: the other counts may still work
             else:
                 self._unlike.add(how[0])
 
     def _some(self, live: Collection[int] | None) -> Tensor | None:
-        """These slots, filled up with the scratch one to half of them all, or a quarter, and so on; None: all slots.
+        """The live slots, padded with scratch to one of the counts in `_fewer`; None: use all slots.
 
-        Threads cut tensors where their sizes say, and what lies at an edge is computed by other instructions: one only.
+        With several threads always None: they split tensors by size, and other instructions compute the edges.
         """
         count = next((count for count in self._fewer if live is not None and count >= len(live)), None)
         if live is None or count is None or "decode" in self._unlike or torch.get_num_threads() > 1:
@@ -296,7 +296,7 @@ class Steps:
         return torch.tensor([*live, *[self.settings.slots] * (count - len(live))])
 
     def _used(self, rows: Sequence[PrefillRow]) -> tuple[int, int]:
-        """How many rows hold any tokens (all, unless weights are packed), and how many of theirs do, in fours; or all."""
+        """(rows to read, tokens per row to read). Rows: all, unless weights are packed. Tokens: rounded up, or all."""
         most, chunk, step = self.settings.prefill_rows, self.settings.prefill_chunk, max(4, self.settings.even)
         if not rows or not self._fewer or "prefill" in self._unlike or torch.get_num_threads() > 1:
             return most, chunk
@@ -324,7 +324,7 @@ class Steps:
         return out.last_hidden_state
 
     def _written_out(self, ids: Tensor, layout: SlotLayout) -> Tensor:
-        """The same for one token per slot, kernel by kernel."""
+        """The same for one token per slot, through `DecodeLayers`."""
         assert self._layers is not None
         return self._layers(ids[:, 0], layout, self.cache)[:, None]
 
@@ -340,7 +340,7 @@ class Steps:
             )
 
     def _other(self, ids: Tensor, layout: SlotLayout, last: Tensor) -> Tensor | None:
-        """The partner's logits behind the last token of each row; it reads the same tokens into a cache of its own."""
+        """The partner's logits after the last token of each row. It reads the same tokens into its own cache."""
         cache = self.partner_cache
         if self.partner is None or cache is None:
             return None
@@ -363,10 +363,10 @@ class Steps:
         return torch.stack([row.double() for row in rows])
 
     def _in_bounds(self, columns: Tensor) -> Tensor:
-        """Idle slots run on and padding reaches over the end. The last column holds a token that is never fed back."""
+        """Clamp to the last column, whose token is never fed back. Idle slots keep advancing, and padding may exceed it."""
         return columns.clamp(max=self.max_length - 1)
 
-    # Around them
+    # Helpers
 
     def _pack(self, rows: Sequence[PrefillRow]) -> tuple[np.ndarray, np.ndarray]:
         chunk, scratch = self.settings.prefill_chunk, self.settings.slots
@@ -402,16 +402,14 @@ class Steps:
             step(span, filtered)
 
 
-# The sampler's calls as CUDA graphs: each is recorded when it first comes up, and launched as one from then on.
+# --- CUDA graphs of the sampler's calls ---
 #
-# calls = RecordedCalls(model.name, device, state)     # state: what a call changes and the next one reads
-# calls.launch(("decode", 512, False), call)
-#
-# A call that cannot be recorded is made as it is, every time.
+# calls = RecordedCalls(model.name, device, state)     # state: the tensors that a call changes for the next one
+# calls.launch(("decode", 512, False), call)           # recorded the first time; run directly if it cannot be recorded
 
 
 class Results:
-    """What a call drew, (4, rows) float64: token, logprob, logprob_sampled, logprob_stop. Waits only when read."""
+    """The results of a call, (4, rows) float64: token, logprob, logprob_sampled, logprob_stop. Only reading waits."""
 
     def __init__(self, device_values: Tensor) -> None:
         self._event: Any = None
@@ -430,16 +428,19 @@ class Results:
 
 
 class RecordedCalls:
-    """One thread at a time. What was recorded before a recording fails is still replayed."""
+    """Records calls as CUDA graphs and replays them. For one thread at a time.
+
+    Graphs recorded before a recording fails are still replayed.
+    """
 
     def __init__(self, name: str, device: torch.device, state: Sequence[Tensor], recorder: Recorder = record) -> None:
         self._name, self._device, self._state, self._recorder = name, device, tuple(state), recorder
         self._on_gpu = device.type == "cuda"
         self._pool: Any = torch.cuda.graph_pool_handle() if self._on_gpu else None
         self._stream: Any = own_stream(device) if self._on_gpu else None
-        self._records: bool | None = None  # whether calls become graphs; not known before the first one
-        self.graphs: dict[Hashable, Any] = {}  # None: it is made as it is
-        self.seconds = 0.0  # compiling and recording, so that a benchmark can tell it apart
+        self._records: bool | None = None  # whether calls can be recorded; None until the first call
+        self.graphs: dict[Hashable, Any] = {}  # None: the call runs directly
+        self.seconds = 0.0  # time for compiling and recording, which benchmarks report separately
 
     def launch(self, key: Hashable, call: Callable[[], object]) -> None:
         with on_device(self._device):
@@ -465,19 +466,19 @@ class RecordedCalls:
             return None
         try:
             graph = self._recorder(call, self._pool, self._stream)
-        except RuntimeError as error:  # of torch, CUDA or Triton; the call itself has just been made without
+        except RuntimeError as error:  # from torch, CUDA or Triton; the call itself works without a graph
             log.warning("%s: sampling cannot be recorded, and runs slower (%s)", self._name, first_line(error))
             self._records = False
             return None
         if self._on_gpu:
-            torch.cuda.current_stream().synchronize()  # not the device: another thread may be recording by now
+            torch.cuda.current_stream().synchronize()  # not the whole device: another thread may be recording
         return graph
 
     def _warm_up(self, call: Callable[[], object]) -> str:
-        """Twice (compilation, library handles, the cache's allocation); what in it waits for the device, or nothing.
+        """Run a call twice (compilation, library handles, allocation). Returns what in it waits for the device, if anything.
 
-        The warm-up really steps, so what it changes is put back: slot state only. What it writes into the cache is
-        what the replay writes again, with the same inputs and to the same columns.
+        The warm-up changes the slot state, which is restored. The cache is not: the replay writes the same values to the
+        same columns again.
         """
         saved, waits = [tensor.clone() for tensor in self._state], ""
         for first in (True, False):

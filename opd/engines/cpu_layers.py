@@ -1,16 +1,16 @@
-"""Weights as MKL wants them, for the sampler's products on x86-64: a few rows are multiplied in about half the time.
+"""Weights packed by MKL, for the sampler on x86-64: products of a few rows take about half the time.
 
-    products = MklWeights(model)          # of no layer where that is not to be had: then all stays as it is
-    products.join(groups)                     # layers with one input are one product
-    products.begin()                          # rollouts are about to be sampled
+    products = MklWeights(model)              # packs nothing if MKL cannot; layers then run unchanged
+    products.join(groups)                     # layers with the same input become one product
+    products.begin()                          # before sampling
     with products.routed():                   # one call: layers multiply with packed weights
         hidden = model.backbone(...)
         logits = products.logits(model.project(hidden))
-    products.forget()                         # there are new weights
+    products.forget()                         # the weights have changed
     products.end()
 
-Packed weights are a second copy, so they last for as long as something is sampled, and no longer than the weights that they were
-made of. A fused optimiser changes weights without counting it, so before each call a few of their numbers are compared as well.
+Packed weights are a second copy, so they are kept only during sampling, and until the weights change. A fused optimiser does
+not update the tensors' version counters, so a few values of each matrix are also compared before each call.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ from opd.models.language_model import LanguageModel
 
 log = logging.getLogger(__name__)
 
-SMALLEST = 2**17  # weights of a matrix; a smaller one is multiplied as fast without
-MOST = 2**32  # bytes of a model's matrices together
-PACKED_FOR = 128  # rows, as of a few prompts: packed for 16 these take a quarter longer, and 16 no shorter
-ROWS = 16  # that are multiplied at once; other numbers of rows are tried
-WATCHED = 16  # numbers of a matrix that are compared before each call
+SMALLEST = 2**17  # elements; packing does not speed up smaller matrices
+MOST = 2**32  # bytes of all matrices of a model
+PACKED_FOR = 128  # rows, as in a few prompts: packed for 16, these take 25% longer, and 16 rows are no faster
+ROWS = 16  # rows per product; other numbers are tested before they are used
+WATCHED = 16  # values of a matrix that are compared before each call
 
 
 def packs() -> bool:
-    """Whether MKL multiplies here, and has been told to round a row alike in any company."""
+    """Whether MKL is used, in the mode in which the rounding of a row does not depend on other rows."""
     known = platform.machine() in ("x86_64", "AMD64") and torch.backends.mkl.is_available()
     ops = ("_mkl_linear", "_mkl_reorder_linear_weight")
     return known and "STRICT" in os.environ.get(MODE, "") and all(hasattr(torch.ops.mkl, name) for name in ops)
@@ -52,13 +52,13 @@ def packs() -> bool:
 
 class MklWeights:
     def __init__(self, model: LanguageModel) -> None:
-        """The modules are the sampler's own; between calls they are as they were."""
+        """The modules must belong to the sampler. They are only changed during calls."""
         self._layers: list[tuple[nn.Linear, Matrix]] = []
         self._joined: list[tuple[Joined, Matrix]] = []
         self._head: Matrix | None = None
-        self._tried: dict[tuple[int, ...], bool] = {}  # which shapes are right, and with which numbers of rows alike
+        self._tried: dict[tuple[int, ...], bool] = {}  # test results: by shape, and by shape and number of rows
         self._sampling = self._packed = self._routed = False
-        self._watched: list[Tensor] = []  # some numbers of each matrix, as they are now
+        self._watched: list[Tensor] = []  # views of some values of each matrix
         plain = model.device.type == "cpu" and model.stays and not model.spread and not depends_on_others(model.module)
         if not plain or not packs():
             return
@@ -71,14 +71,14 @@ class MklWeights:
         self._head = None if head is None else Matrix((head,), self._tried, model.size)
 
     def covers(self, module: nn.Module) -> bool:
-        """Whether all of its products, and the head's, are with packed weights."""
+        """Whether all of its linear layers, and the head, use packed weights."""
         inside = {layer for group, _ in self._joined for layer in group.layers} | {layer for layer, _ in self._layers}
         return self._head is not None and all(
             layer in inside for layer in module.modules() if isinstance(layer, nn.Linear)
         )
 
     def join(self, groups: Iterable[Joined]) -> None:
-        """These layers' matrices are packed as one; small ones among them as well."""
+        """Pack the matrices of each group as one, including small ones."""
         if not self.some:
             return
         for group in groups:
@@ -107,7 +107,7 @@ class MklWeights:
 
     @contextmanager
     def routed(self) -> Iterator[None]:
-        """One call. Several threads cut products where their sizes say: one only."""
+        """Use packed weights for one call. Only with one thread: several split products depending on their size."""
         if not self._sampling or not self.some or torch.get_num_threads() > 1:
             yield
             return
@@ -157,24 +157,24 @@ class MklWeights:
         return [place for matrix in self._matrices for place in matrix.places]
 
     def _changed(self) -> bool:
-        """Whether somebody has changed weights without a `load`."""
+        """Whether the weights have changed without a `load`."""
         places, numbers = self._seen
         return self._places() != places or not torch.equal(torch.cat(self._watched), numbers)
 
 
 class Joined:
-    """Layers with the same input; where their weights are packed, one product for all of them."""
+    """Layers with the same input. If their weights are packed, they are one product."""
 
     def __init__(self, *layers: nn.Linear) -> None:
         self.layers, self._sizes = layers, [layer.out_features for layer in layers]
         self._matrix: Matrix | None = None
 
     def __call__(self, x: Tensor) -> Tensor:
-        """(…, D) -> (…, sum of their outputs)"""
+        """(…, D) -> (…, sum of the layers' outputs)"""
         return torch.cat([layer.forward(x) for layer in self.layers], -1) if self._matrix is None else self._matrix(x)
 
     def route(self, matrix: Matrix | None) -> None:
-        """By themselves, as their class calls them, they compute everything and take theirs: slowly, with the same bits."""
+        """Use the packed matrix. A layer called on its own computes all and takes its part: slower, but the same bits."""
         self._matrix = matrix
         for index, layer in enumerate(self.layers):
             if matrix is None:
@@ -184,7 +184,10 @@ class Joined:
 
 
 class Matrix:
-    """Of a layer without a bias, whose `forward` this is, or of several; `tried` is shared by the matrices of a model."""
+    """The packed matrix of one or several layers without bias, callable as `forward`.
+
+    `tried` is shared by the matrices of a model.
+    """
 
     def __init__(
         self, parameters: tuple[Tensor, ...], tried: dict[tuple[int, ...], bool], size: int | None = None
@@ -192,11 +195,11 @@ class Matrix:
         self._parameters, self._tried, self._size = parameters, tried, size
         self.shape = sum(weight.shape[0] for weight in self.weights), parameters[0].shape[1]
         self.pack: Any = None
-        self._like: Any = None  # something of the matrix's shape
+        self._like: Any = None  # a tensor of the matrix's shape
 
     @property
     def weights(self) -> list[Tensor]:
-        """As they are now; `size`: of a head, whose last rows may be padding."""
+        """The current weights, without the padding rows of a head."""
         return [weight.detach()[: self._size] for weight in self._parameters]
 
     @property
@@ -206,7 +209,7 @@ class Matrix:
 
     @property
     def places(self) -> list[tuple[int, int]]:
-        """Where they lie, and how often that was written to, as far as torch counts."""
+        """(address, version counter) of each weight."""
         return [(weight.data_ptr(), weight._version) for weight in self._parameters]
 
     def renew(self) -> None:
@@ -240,14 +243,14 @@ class Matrix:
         return found
 
     def _in_pieces(self, x: Tensor) -> Tensor:
-        """As many rows at a time as it was packed for."""
+        """Multiply ROWS rows at a time."""
         flat = x.reshape(-1, x.shape[-1])
         pieces = pad(flat, (0, 0, 0, -len(flat) % ROWS)).split(ROWS)
         found = torch.cat([self._multiplied(piece, ROWS) for piece in pieces])
         return found[: len(flat)].view(*x.shape[:-1], -1)
 
     def _try(self, weight: Tensor) -> None:
-        """Whether a few rows are what they should be, as far as rounding explains; weights that are no numbers tell nothing."""
+        """Test whether products are correct up to rounding. Weights that are not finite are not tested."""
         x = torch.linspace(0, 1e4, ROWS * self.shape[1]).sin().view(ROWS, -1)
         difference = float((self._multiplied(x, ROWS) - linear(x, weight)).norm())
         size = float(x.norm() * weight.norm())
@@ -264,18 +267,18 @@ def _fits(weight: Tensor) -> bool:
     return plain and weight.device.type == "cpu" and weight.dtype == torch.float32
 
 
-# Layers as most decoders have them, on a CPU: the operations of their classes, in their order, without the classes around them.
+# --- Common decoder layers on a CPU, without the overhead of their classes ---
 #
-# layers = LeanLayers.proven(model, usual, cache)   # None: its layers are of another kind
+# layers = LeanLayers.proven(model, usual, cache)   # None: the model has other layers
 # layers(ids, layout, cache)                        # (B, Q, D) final hidden states
 #
-# A decode step of a few rows spends a good part of its time between operations. Models are recognised by the names of their classes and
-# parts, and then by their results: a few tokens have to give, to the bit, what the classes give.
+# A small decode step spends much of its time between operations. Models are recognised by class and part names, and are used
+# only if a few tokens give the same bits as the model's classes.
 
 
 FAMILIES = tuple(name.removesuffix("Attention") for name in KNOWN)
-TRIED = 7  # tokens of two slots that are read at once, before one more each
-SPAN = 16  # columns, which the shortest slot has
+TRIED = 7  # tokens that the test reads at once in two slots, before one more each
+SPAN = 16  # columns; the shortest slot has as many
 
 
 class LeanLayers:
@@ -287,17 +290,17 @@ class LeanLayers:
 
     @property
     def joined(self) -> list[Joined]:
-        """Queries, keys and values of a layer each."""
+        """The joined query, key and value projections of each layer."""
         return [layer.attended for layer in self._layers]
 
     @property
     def hooked(self) -> bool:
-        """Whether somebody listens to the classes now."""
+        """Whether any module has a forward hook now."""
         return any(self._hooks)
 
     @classmethod
     def of(cls, model: LanguageModel) -> LeanLayers | None:
-        """What can be told without a pass."""
+        """Recognise a model by its modules, without a forward pass."""
         backbone: Any = model.backbone
         family = type(backbone).__name__.removesuffix("Model")
         plain = model.device.type == "cpu" and model.stays and not model.spread and family in FAMILIES
@@ -316,9 +319,9 @@ class LeanLayers:
     def proven(
         cls, model: LanguageModel, usual: Callable[[Tensor, SlotLayout], Tensor], cache: SlotCache
     ) -> LeanLayers | None:
-        """`usual`: through the model's own classes. The cache is empty when this is asked, and behind it."""
+        """Recognise a model and compare its results with `usual`, its own classes. The cache is empty before and after."""
         lean = cls.of(model)
-        if lean is None or len(lean._layers) != len(cache.layers):  # some layers are not gone through
+        if lean is None or len(lean._layers) != len(cache.layers):  # the model skips some layers
             return None
         ids = torch.arange(2 * TRIED).view(2, TRIED) * 7919 % model.size
         slots, columns = torch.arange(2), torch.arange(TRIED).expand(2, -1)
@@ -340,7 +343,7 @@ class LeanLayers:
 
 
 class _Layer:
-    """Its parts are looked up once: an attribute of a module takes as long as a small operation."""
+    """One decoder layer. Its parts are looked up once, since a module attribute costs as much as a small operation."""
 
     def __init__(self, layer: Any, window: int | None) -> None:
         attention, mlp = layer.self_attn, layer.mlp
@@ -374,7 +377,7 @@ class _Layer:
 
 
 class _Turns:
-    """Rotary embeddings of one pass. Halves change places, and the sign of the first goes to its sine: the product is the same."""
+    """Rotary embeddings of one pass. The halves are swapped, and the sign of the first is moved into its sine."""
 
     def __init__(self, cos: Tensor, sin: Tensor) -> None:
         """(B or 1, Q, D)"""

@@ -1,7 +1,7 @@
-"""Random draws that depend on nothing but the request: (seed, prompt, visit, sample, response position).
+"""Random draws that depend only on the request: (seed, prompt, visit, sample, response position).
 
 One uniform number per response position, so a rollout is the same alone, in any batch, and after an interruption.
-No torch import: whoever makes requests needs only the key.
+No torch import: making requests only needs the key.
 
     key = request_key(seed=0, prompt_id="task:addition/train/7", visit=0, sample=3)
     uniforms(key, start=0, count=128)                     # the numbers that draw the first 128 tokens
@@ -22,11 +22,11 @@ if TYPE_CHECKING:
 GAMMA = 0x9E3779B97F4A7C15
 MULTIPLIERS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 SHIFTS = (30, 27, 31)
-BITS = 24  # of a float32's significand: every multiple of 2^-24 in [0, 1) is exact
+BITS = 24  # of the float32 significand: every multiple of 2^-24 in [0, 1) is exact
 
 
 def request_key(seed: int, prompt_id: str, visit: int, sample: int) -> int:
-    """63 bits, so that it fits a signed 64-bit tensor."""
+    """A 63-bit key, which fits into a signed 64-bit tensor."""
     digest = hashlib.blake2b(f"{seed}\0{prompt_id}\0{visit}\0{sample}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
@@ -44,7 +44,7 @@ def uniforms(key: int, start: int, count: int) -> np.ndarray:
 def uniforms_at(keys: Tensor, positions: Tensor) -> Tensor:
     """The same numbers from int64 tensors, on their device: `uniforms_at(k, p) == uniforms(k, p, 1)[0]`, bit for bit.
 
-    Tensor addition and multiplication wrap like unsigned ones; a shift right has to drop the copied sign bits.
+    Tensor addition and multiplication wrap like unsigned ones; a right shift has to drop the copied sign bits.
     """
     mixed = keys + positions + _signed(GAMMA)
     for shift, multiplier in zip(SHIFTS, (*MULTIPLIERS, 1), strict=True):

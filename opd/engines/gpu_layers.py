@@ -1,11 +1,11 @@
-"""A decode step through layers as most decoders have them, written out for one token per slot: see `layer_kernels`.
+"""A decode step through common decoder layers, with fused kernels for one token per slot: see `kernels`.
 
-    layers = DecodeLayers.of(model, room)      # None: its layers are not of that kind
+    layers = DecodeLayers.of(model, room)      # None: the model has other layers
     layers(ids_B, layout, cache)               # (B, D) final hidden states
 
-Layers are recognised by their attention's class (others look alike, and scale far queries, or do not turn every layer) and by their
-parts, which `fuse_layers` has recognised by what they compute; a model as a whole by its results: a few tokens have to give what its
-own classes give.
+Layers are recognised by their attention class, since others look alike but scale distant queries or do not rotate in every layer.
+Their parts are recognised by `fuse_layers` from what they compute. A model is used only if a few tokens give the same
+results as its own classes.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ from opd.engines.slots import WIDEST, Decoding, SlotCache, SlotLayout
 from opd.models.fused_layers import HALF, NormFormula, is_fused, norm_of, stock_class
 from opd.models.language_model import LanguageModel
 
-KNOWN = ("LlamaAttention", "MistralAttention", "Qwen2Attention", "Qwen3Attention")  # those that compute nothing besides
+KNOWN = ("LlamaAttention", "MistralAttention", "Qwen2Attention", "Qwen3Attention")  # plain attention, without extras
 PARTS = {"embed_tokens", "layers", "norm", "rotary_emb"}
 LAYER = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 HEAD_NORMS = ("q_norm", "k_norm")
-PROBED = 4  # tokens of a slot from which layers written out are compared with the model's own
-MOST_SHARED = 48 * 1024  # bytes that a tile of the deepest product needs at least
+PROBED = 4  # tokens per slot that the comparison with the model's own layers uses
+MOST_SHARED = 48 * 1024  # bytes of shared memory that a tile of the deepest product needs at least
 
 
 def writes_out(config: Any) -> bool:
-    """Whether a model is of a family whose layers are, by its name; what counts in the end is a try."""
+    """Whether the model's family suggests that these layers apply, by name. The final test is `agree`."""
     return f"{config.model_type}attention" in [name.lower() for name in KNOWN]
 
 
 @dataclass(frozen=True, eq=False)
 class Layer:
-    """Parts of a layer, and what they are called with."""
+    """The parts of a layer and their settings."""
 
     attention: Any
     mlp: Any
@@ -52,7 +52,7 @@ class Layer:
 
     @classmethod
     def of(cls, layer: nn.Module, window: int | None) -> Layer | None:
-        """`window`: the model's, for layers that take theirs from its settings."""
+        """`window`: the sliding window of the config, for layers that use that."""
         parts: dict[str, Any] = dict(layer.named_children())
         if parts.keys() != LAYER or not is_fused(parts["self_attn"]) or not is_fused(parts["mlp"]):
             return None
@@ -93,14 +93,14 @@ class Layer:
 
 
 class DecodeLayers:
-    """The layers of a model whose weights lie where they are."""
+    """The layers of a model, using its own weights."""
 
     def __init__(self, backbone: Any, layers: list[Layer], last: NormFormula, room: int) -> None:
         self._backbone, self._layers, self._last, self._room = backbone, layers, last, room
 
     @classmethod
     def of(cls, model: LanguageModel, room: int) -> DecodeLayers | None:
-        """What can be told without a pass. `room`: bytes of shared memory, which kernels want some of."""
+        """Recognise a model without a forward pass. `room`: bytes of shared memory for the kernels."""
         backbone: Any = model.backbone
         weights = list(backbone.parameters())
         plain = model.stays and not model.spread and not any(map(is_traceable_wrapper_subclass, weights))
@@ -149,7 +149,7 @@ class DecodeLayers:
 def probe(
     compute: Callable[[Tensor, SlotLayout], Tensor], slots: Tensor, size: int, span: int, decoding: Decoding
 ) -> Tensor:
-    """Hidden states behind a few tokens in every slot. Slots are empty when this is asked, and what it writes is overwritten."""
+    """Hidden states after a few tokens in every slot. Slots must be empty; what this writes is overwritten later."""
     hidden = torch.empty(0)
     for column in range(min(PROBED, span)):
         ids, columns = (slots * 7919 + column * 104_729) % size, torch.full_like(slots, column)
@@ -158,6 +158,6 @@ def probe(
 
 
 def agree(found: Tensor, usual: Tensor) -> bool:
-    """As far as half precision explains."""
+    """Whether two results are equal up to half-precision rounding."""
     difference, size = (found - usual).float().norm(), usual.float().norm()
     return bool(torch.isfinite(size)) and float(difference) <= 0.05 * float(size)

@@ -1,7 +1,7 @@
-"""One new token per slot: its key and value into the slot cache, and attention straight from there; one Triton kernel each.
+"""Triton kernels for decoding one token per slot: writing keys and values, attention, drawing tokens, and decoder layers.
 
-A program reads the columns in use of one slot and key/value head, for all query heads that share it; nothing is
-gathered, repeated or masked. Few slots are cut into parts along their columns, so that the whole device has work.
+An attention program reads the used columns of one slot and key/value head, for all query heads that share it. Nothing is
+gathered, repeated or masked. With few slots, columns are split into parts, so that the whole device has work.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from opd.models.fused_kernels import gated_silu
 
 LOG2_E = 1.4426950408889634
 PROGRAMS = 512  # enough to fill a large device
-ATTENTION_COLUMNS = 64  # read at a time
-FEWEST = 256  # columns that a part is worth
-ATTENTION_RESERVED = 24 * 1024  # bytes of shared memory for queries, weights and what Triton needs itself
+ATTENTION_COLUMNS = 64  # columns read at a time
+FEWEST = 256  # the fewest columns per part
+ATTENTION_RESERVED = 24 * 1024  # bytes of shared memory for queries, weights and Triton itself
 
 
 @triton.jit
@@ -30,11 +30,11 @@ def decode_kernel(
     GROUP: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, LANES: tl.constexpr, PARTS: tl.constexpr,
     WINDOWED: tl.constexpr, BLOCK: tl.constexpr, SCALE: tl.constexpr,
 ):  # fmt: skip
-    """Online softmax over the columns of a part, base 2. Several parts leave their sums, maxima and masses."""
+    """Online softmax over the columns of a part, in base 2. With several parts, stores sums, maxima and masses."""
     slot, head, part = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64), tl.program_id(2)
     rows, lanes, offsets = tl.arange(0, ROWS), tl.arange(0, LANES), tl.arange(0, BLOCK)
     real = (rows[:, None] < GROUP) & (lanes[None, :] < WIDTH)
-    last = tl.minimum(tl.load(column + slot), span - 1).to(tl.int32)  # idle slots run on
+    last = tl.minimum(tl.load(column + slot), span - 1).to(tl.int32)  # idle slots may exceed the span
     first = tl.maximum(last - window + 1, 0) if WINDOWED else last * 0
     size = tl.cdiv(tl.cdiv(last + 1 - first, PARTS), BLOCK) * BLOCK
     start = first + part * size
@@ -97,7 +97,7 @@ def store_kernel(
     keys_slot, keys_head, keys_column, values_slot, values_head, values_column,
     GROUPS: tl.constexpr, PADDED: tl.constexpr, WIDTH: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
-    """All heads of one slot."""
+    """Store keys and values of all heads of one slot."""
     slot, heads, lanes = tl.program_id(0).to(tl.int64), tl.arange(0, PADDED)[:, None], tl.arange(0, LANES)[None, :]
     real = (heads < GROUPS) & (lanes < WIDTH)
     at = tl.load(column + slot)
@@ -108,7 +108,7 @@ def store_kernel(
 
 
 def store_slots(keys, values, key, value, column):
-    """key and value (B, G, D) of one token per slot into caches (S, G, W, D), at the column (B,) of each."""
+    """Store key and value (B, G, D) of one token per slot in caches (S, G, W, D), at `column` (B,)."""
     slots, groups, width = key.shape
     store_kernel[(slots,)](
         key, value, keys, values, column, key.stride(0), key.stride(1), value.stride(0), value.stride(1),
@@ -118,14 +118,14 @@ def store_slots(keys, values, key, value, column):
 
 
 def attend_slots(query, key, value, column, span, scale, window=None, room=0):
-    """query (B, H, D), caches (S, G, W, D) whose first B slots are meant, column (B,) of each token -> (B, H, D).
+    """query (B, H, D), caches (S, G, W, D), of which the first B slots are used, column (B,) -> (B, H, D).
 
-    `room`: bytes of shared memory. Torch compiles this, so it asks no device for them itself.
+    `room`: bytes of shared memory. It is an argument since torch.compile cannot query the device.
     """
     slots, heads, width = query.shape
     groups = key.shape[1]
     parts = max(1, min(PROGRAMS // (slots * groups), span // FEWEST, 16))
-    lanes, rows = max(_power_of_2(width), 16), max(_power_of_2(heads // groups), 16)  # as small as a product can be
+    lanes, rows = max(_power_of_2(width), 16), max(_power_of_2(heads // groups), 16)  # `tl.dot` needs at least 16
     out = torch.empty_like(query, memory_format=torch.contiguous_format)
     halves = out if parts == 1 else torch.empty((slots, heads, parts, width), dtype=torch.float32, device=query.device)
     top, mass = torch.empty((2, slots, heads, parts), dtype=torch.float32, device=query.device)
@@ -144,24 +144,25 @@ def attend_slots(query, key, value, column, span, scale, window=None, room=0):
 
 
 def stages_in(room, width, size):
-    """How many tiles of keys and values, so wide and of so many bytes each, are on their way at once in `room` bytes."""
+    """Pipeline stages that fit into `room` bytes. Tiles have `width` elements per column, of `size` bytes each."""
     return max(1, min(3, (room - ATTENTION_RESERVED) // (2 * ATTENTION_COLUMNS * width * size)))
 
 
 def _power_of_2(number):
-    """At least as large."""
+    """The smallest power of 2 that is at least `number`."""
     return 1 << (number - 1).bit_length()
 
 
-# `sampling.draw` for a GPU, in two kernels: one pass over the logits, and one look at the piece that holds the token.
+# --- Drawing tokens: `requests.draw` in two kernels ---
 #
-# Probabilities are summed in fp64, piece by piece, as there; what a row draws depends on nothing but that row.
+# The first reads all logits, the second only the piece that holds the token. Probabilities are summed in fp64 per piece, as in
+# `requests.draw`. A row's token depends only on that row.
 
 
 # mypy: ignore-errors
 
 
-PIECE = 4096  # ids of a program
+PIECE = 4096  # ids per program
 
 
 def _signed(value):
@@ -175,7 +176,7 @@ SHIFT, STEPS = tl.constexpr(64 - BITS), tl.constexpr(2.0**-BITS)
 
 @triton.jit
 def _uniform(key, position):
-    """`draws.uniforms_at`; a shift right has to drop the copied sign bits."""
+    """`draws.uniforms_at`. A right shift has to drop the copied sign bits."""
     mixed = key + position + START
     mixed = (mixed ^ ((mixed >> 30) & LOW_34)) * FIRST
     mixed = (mixed ^ ((mixed >> 27) & LOW_37)) * SECOND
@@ -185,7 +186,7 @@ def _uniform(key, position):
 
 @triton.jit
 def _shares(z, top, heat, keep, at, inside, FILTERED: tl.constexpr):
-    """Probabilities of some ids as they are drawn, relative to that of `top`."""
+    """Sampling probabilities of some ids, relative to that of the logit `top`."""
     share = tl.where(inside, tl.exp((z - top) / heat), 0.0)
     if FILTERED:
         share = tl.where(tl.load(keep + at, mask=inside, other=0) != 0, share, 0.0)
@@ -204,7 +205,7 @@ def pieces_kernel(
     FILTERED: tl.constexpr,
     PIECE: tl.constexpr,
 ):
-    """Of one piece of one row: the largest logit, where it is, and the sums of exponentials at temperature 1 and as drawn."""
+    """For one piece of a row: the largest logit, its id, and the sums of exponentials at temperature 1 and as sampled."""
     row, piece = tl.program_id(0).to(tl.int64), tl.program_id(1)
     ids = piece * PIECE + tl.arange(0, PIECE)
     inside = ids < size
@@ -222,7 +223,7 @@ def pieces_kernel(
 
 @triton.jit
 def _stop_event(logits, best, token, stop, STOPS: tl.constexpr, LANES: tl.constexpr):
-    """The logit of stopping, with whatever id, less the best; and whether the token is one of them."""
+    """(logit of stopping with any stop id, minus the best logit; whether the token is a stop id)."""
     which = tl.arange(0, LANES)
     ends = tl.load(stop + which, mask=which < STOPS, other=-1)
     z = tl.load(logits + ends, mask=which < STOPS, other=float("-inf")) - best
@@ -232,7 +233,7 @@ def _stop_event(logits, best, token, stop, STOPS: tl.constexpr, LANES: tl.conste
 
 @triton.jit
 def _lane_of(part, rest, PIECE: tl.constexpr):
-    """The first lane whose running sum exceeds the rest; the likeliest, should two sums disagree by a rounding."""
+    """The first lane with a running sum above `rest`; the likeliest lane if rounding makes the two sums disagree."""
     lanes = tl.arange(0, PIECE)
     index = tl.sum(tl.where(tl.cumsum(part, 0) <= rest, 1, 0), 0)
     held = tl.sum(tl.where(lanes == index, part, 0.0), 0)
@@ -260,7 +261,7 @@ def pick_kernel(
     PIECES: tl.constexpr,
     PIECE: tl.constexpr,
 ):
-    """Token, log-prob, log-prob as drawn, log-prob of stopping, of one row."""
+    """For one row: token, log-prob, log-prob under the sampling distribution, log-prob of stopping."""
     row, number = tl.program_id(0).to(tl.int64), tl.arange(0, PIECES)
     there, at, plane = number < pieces, found + row * pieces + number, tl.num_programs(0).to(tl.int64) * pieces
     heat = tl.load(temperature + row)
@@ -303,9 +304,9 @@ def pick_kernel(
 
 
 def draw_rows(logits, settings, stop, keep=None):
-    """(4, N) fp64: tokens, their log-probs, those as drawn, and those of stopping.
+    """(4, N) fp64: tokens, their log-probs, those under the sampling distribution, and those of stopping.
 
-    `keep` (N, V): the ids that top-k and top-p leave, where any row has them.
+    `keep` (N, V): the ids that pass top-k and top-p, if any row uses them.
     """
     (rows, size), device = logits.shape, logits.device
     pieces, filtered = triton.cdiv(size, PIECE), keep is not None
@@ -347,25 +348,25 @@ def draw_rows(logits, settings, stop, keep=None):
     return out
 
 
-# Decoder layers for one new token per slot, with as few launches as products allow.
+# --- Decoder layers for one token per slot, with few kernel launches ---
 #
-# A decode step reads every weight once and computes next to nothing with it, so what counts is how many kernels it takes: the
-# gap between two of them is as long as many of them run. Queries, keys and values are one product, gate and up with their
-# activation another; norms take the residual sum with them; and one kernel normalises, turns and stores.
+# A decode step reads every weight once and computes little, so the number of kernels counts: the gap between two is as long as
+# many of them run. Queries, keys and values are one kernel; gate, up and activation another; norm and residual sum a third;
+# head norm, rotation and cache write a fourth.
 
 
 # mypy: ignore-errors
 
 
-MOST_ROWS = 128  # slots up to which reading the weights is all that a product costs
-TILE = 64  # slots of a tile
-LAYER_RESERVED = 8 * 1024  # bytes of shared memory that are left to Triton
-LAYER_COLUMNS = 32  # outputs of a tile: enough tiles for all processors of a large device
+MOST_ROWS = 128  # slots; up to here, reading the weights dominates the cost of a product
+TILE = 64  # slots per tile
+LAYER_RESERVED = 8 * 1024  # bytes of shared memory reserved for Triton
+LAYER_COLUMNS = 32  # outputs per tile: gives enough tiles for all processors of a large device
 
 
 @triton.jit
 def _product(x, weight, rows, first, WIDTH: tl.constexpr, TALL: tl.constexpr, WIDE: tl.constexpr, DEEP: tl.constexpr):
-    """A tile of x @ weight.T: some slots by the outputs from `first` on."""
+    """A tile of x @ weight.T: TALL slots by WIDE outputs from `first` on."""
     slots = tl.program_id(1) * TALL + tl.arange(0, TALL)
     outputs, lanes = first + tl.arange(0, WIDE), tl.arange(0, DEEP)
     total = tl.zeros((TALL, WIDE), tl.float32)
@@ -396,7 +397,7 @@ def joined_kernel(
     WIDE: tl.constexpr,
     DEEP: tl.constexpr,
 ):
-    """x @ weight.T + bias of three weights, side by side."""
+    """x @ weight.T + bias for three weights, concatenated."""
     at = tl.program_id(0) * WIDE
     weight, bias, first = weight_1, bias_1, at
     if at >= END_2:
@@ -455,7 +456,7 @@ def add_norm_kernel(
     OFFSET: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """stream += change, and its RMS norm, of one slot."""
+    """stream += change, and the RMS norm of the sum, for one slot."""
     row, lanes = tl.program_id(0).to(tl.int64), tl.arange(0, LANES)
     at, inside = row * WIDTH + lanes, lanes < WIDTH
     values = tl.load(stream + at, mask=inside, other=0.0).to(tl.float32)
@@ -494,7 +495,7 @@ def place_kernel(
     OFFSET: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """One head of one slot: a query is normalised and turned, a key stored as well, a value stored as it is."""
+    """One head of one slot: normalise and rotate a query; normalise, rotate and store a key; store a value."""
     slot, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     lanes = tl.arange(0, LANES)
     inside = lanes < HALF
@@ -590,7 +591,7 @@ def gated_products(x, gate, up, room):
 
 
 def add_norm(stream, change, weight, eps, offset, early):
-    """The norm of stream + change, (B, D); the sum is written over the stream. Without a change, the norm alone."""
+    """The norm of stream + change, (B, D). The stream is updated in place. If `change` is None, only the norm."""
     rows, width = stream.shape
     out, lanes = torch.empty_like(stream), triton.next_power_of_2(width)
     add_norm_kernel[(rows,)](
@@ -610,9 +611,9 @@ def add_norm(stream, change, weight, eps, offset, early):
 
 
 def place_heads(joined, turns, gains, keys, values, column, groups, eps=0.0, offset=0.0, early=True):
-    """joined (B, (H + 2 G) D) -> queries (B, H, D); keys and values go into the caches (S, G, W, D), which are alike.
+    """joined (B, (H + 2 G) D) -> queries (B, H, D). Keys and values go into caches (S, G, W, D) with equal strides.
 
-    `turns`: cosines and sines (B, D). `gains`: weights (D,) of the norms of queries and keys, or None.
+    `turns`: cosines and sines (B, D). `gains`: weights (D,) of the query and key norms, or None.
     """
     (slots, count), width = joined.shape, keys.shape[-1]
     heads = count // width - 2 * groups
@@ -641,15 +642,15 @@ def place_heads(joined, turns, gains, keys, values, column, groups, eps=0.0, off
 
 
 def takes_product(weight):
-    """Whether its tiles are whole."""
+    """Whether the weight divides into whole tiles."""
     return weight.shape[0] % LAYER_COLUMNS == 0 and weight.shape[1] % 32 == 0 and weight.is_contiguous()
 
 
 def _tile(rows, width):
-    """Slots of a tile, and how much of the inner axis is read at a time."""
+    """(slots per tile, elements of the inner axis read at a time)."""
     return min(max(triton.next_power_of_2(rows), 16), TILE), next(deep for deep in (128, 64, 32) if width % deep == 0)
 
 
 def _stages(room, elements):
-    """How many tiles of half precision are on their way at once."""
+    """Pipeline stages of half-precision tiles that fit into `room` bytes."""
     return max(1, min(5, (room - LAYER_RESERVED) // (2 * elements)))

@@ -1,4 +1,4 @@
-"""What draws the tokens: the samplers that a recipe can choose. No torch here; it comes with the one that is opened."""
+"""The samplers that a recipe can choose. torch is only imported when a sampler is opened."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ if TYPE_CHECKING:
     from opd.models.language_model import LanguageModel
     from opd.models.settings import Lora
 
-InFlight = Literal["recompute", "keep", "wait"]  # what becomes of unfinished rollouts when newer weights come
+InFlight = Literal["recompute", "keep", "wait"]  # how unfinished rollouts get newer weights
 
 
 class SamplerKind(Choice):
-    """`open` makes it of a model, which it takes over: give it an `inference_copy`."""
+    """The settings of a sampler. `open` creates it. It takes over the model, so pass an `inference_copy`."""
 
     family = "sampler"
     key = "engine"
-    mixes: ClassVar[bool] = False  # whether a teacher can read along: `rollout.teacher_mix`
-    led: ClassVar[bool] = False  # whether one process has it for all ranks, since it works in processes of its own
+    mixes: ClassVar[bool] = False  # whether it can draw from two models: `rollout.teacher_mix`
+    led: ClassVar[bool] = False  # whether only the leader opens it, for all ranks, since it runs in separate processes
 
-    takes_turns: ClassVar[bool] = False  # whether requests may come later: `rollout.environment`
+    takes_turns: ClassVar[bool] = False  # whether requests may be added during sampling: `rollout.environment`
     beside_training: ClassVar[bool] = False  # whether it can sample while another thread trains: `rollout.staleness`
 
     @property
     def beside_trainer(self) -> int:
-        """Processes of their own in which the trainer opens it for that; 0: a thread."""
+        """The number of processes in which it samples alongside training; 0: in a thread."""
         return 0
 
     dtype: Dtype | None = Field(None, description="default: the student's")
@@ -41,61 +41,61 @@ class SamplerKind(Choice):
     def open(
         self, model: LanguageModel, max_length: int, *, merge_stop: tuple[int, ...], partner: Partner | None = None
     ) -> TokenSampler:
-        """`max_length`: tokens of the longest sequence. `merge_stop`: ids that are one event, the end."""
+        """`max_length`: tokens of the longest sequence. `merge_stop`: stop ids, which are treated as one event."""
         raise NotImplementedError
 
     def require_mixing(self, models: Sequence[LanguageModel], max_length: int) -> None:
-        """Refuse models that cannot read along with each other, before anything is sampled."""
+        """Raise an error for models that cannot decode together, before anything is sampled."""
 
     def manner(self, sampler: TokenSampler) -> str:
-        """How one that it opened goes about it, where that is slower than usual."""
+        """Why an opened sampler is slower than usual; empty if it is not."""
         return ""
 
     def poll_stop(self, sampler: TokenSampler, check: Callable[[], None]) -> None:
-        """Where one that it opened waits for somebody else, it calls this now and then, which may raise to end the wait."""
+        """Let an opened sampler call `check` now and then while it waits for others. `check` may raise to end the wait."""
 
     def close(self, sampler: TokenSampler) -> None:
-        """End what one that it opened has running beside this process."""
+        """Stop the processes that an opened sampler has started."""
 
     def beside(self) -> SamplerKind:
-        """What models that do not learn sample with: a teacher that answers or is evaluated."""
+        """The sampler for models that do not train, such as a teacher that answers or is evaluated."""
         return self
 
     def takes_adapters(self, config: Any, lora: Lora) -> bool:
-        """Whether it gets adapters of a student with this config by themselves, and not merged into its weights."""
+        """Whether it takes the adapters of a student with this config separately, instead of merged into the weights."""
         return False
 
     def adapter_notes(self, config: Any, lora: Lora) -> Iterable[str]:
-        """What a plan should say about how a student's adapters get to it."""
+        """Lines for the plan about how the sampler gets a student's adapters."""
         return ()
 
     def notes(self) -> Iterable[str]:
-        """What a plan should say about it."""
+        """Lines for the plan."""
         return ()
 
     def inquire(self) -> Iterable[str]:
-        """What it needs beside this process is there, or the error says what is missing; found: what is not there yet, in words."""
+        """Check what it needs outside this process. Raises an error for what is missing; returns notes on what may come."""
         return ()
 
     @property
     def corrects(self) -> bool:
-        """Whether terms that weigh by ratios get a correction: its log-probs are not the trainer's."""
+        """Whether ratio-weighted terms get a correction, since its log-probs differ from the trainer's."""
         return False
 
     def for_batches(self, rollouts: int, model: LanguageModel) -> SamplerKind:
-        """What samples batches of so many beside training, where it should not be what the trainer waits for."""
+        """These settings adapted to batches of `rollouts` alongside training, so that the trainer does not wait for them."""
         return self
 
     def sequences(self) -> int:
-        """How many it holds at once, as far as the plan can tell."""
+        """The number of sequences that it holds in memory at once, as an estimate for the plan."""
         return 1
 
     def sized(self, slots: int | None, compiled: bool) -> SamplerKind:
-        """With what it leaves open filled in."""
+        """These settings with the open ones filled in."""
         return self
 
     def in_words(self) -> list[str]:
-        """The sizes of one that leaves none open, for the plan."""
+        """The sizes in words, for the plan. None may be open."""
         return []
 
     def refuse(self, view: StageView) -> Iterable[str]:
@@ -112,7 +112,7 @@ class SamplerKind(Choice):
 
 
 class BuiltInSampler(SamplerKind):
-    """The built-in engine, or one request at a time for models that need it.
+    """Samples with the built-in engine, or one request at a time for models that do not fit it.
 
     `null`: chosen from the model and the device.
     """

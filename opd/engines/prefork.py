@@ -1,7 +1,7 @@
-"""Interpreters for sampler processes, begun before anybody knows what they will sample with: importing takes them seconds.
+"""Interpreters for sampler processes, started early because their imports take seconds.
 
-They wait here until a stage takes them, on sockets: when the trainer is gone, however that happened, they end. Nothing in this module
-imports torch, since a run begins them before it imports that itself.
+They wait on sockets until a stage takes them, and exit when the trainer ends, even if it is killed. This module does not
+import torch, since a run starts the interpreters before it imports torch itself.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ BOOT = (
 
 
 class Interpreter:
-    """`line`: to it. `printed`: what it says on stdout and stderr."""
+    """A waiting process. `line`: the socket to it. `printed`: its stdout and stderr."""
 
     def __init__(self, threads: int) -> None:
         path = [os.path.abspath(entry) for entry in sys.path] + [str(Path(__file__).resolve().parents[2])]
@@ -38,7 +38,7 @@ class Interpreter:
                 stderr=self.printed,
                 pass_fds=(theirs.fileno(),),
                 env={**os.environ, "OMP_NUM_THREADS": str(threads)},
-                start_new_session=True,  # Ctrl-C is for the trainer
+                start_new_session=True,  # so that only the trainer gets Ctrl-C
             )
 
     def end(self) -> None:
@@ -52,13 +52,13 @@ _waiting: list[Interpreter] = []
 
 
 def start_interpreters(count: int, threads: int) -> None:
-    """As many as the stage that is opened next will take, each with so many threads."""
+    """Start as many as the next stage will take, with `threads` threads each."""
     while len(_waiting) < count:
         _waiting.append(Interpreter(threads))
 
 
 def taken(threads: int) -> Interpreter:
-    """One that waits; else another."""
+    """Take a waiting interpreter, or start a new one."""
     try:
         return _waiting.pop()
     except IndexError:
@@ -67,7 +67,7 @@ def taken(threads: int) -> Interpreter:
 
 @contextlib.contextmanager
 def none_left() -> Iterator[None]:
-    """Behind this nobody waits any more, also where the stage that would have taken them could not be opened."""
+    """End all interpreters that still wait after the block, for example because the stage could not be opened."""
     try:
         yield
     finally:

@@ -1,4 +1,4 @@
-"""What every sampler does with a request and with weights, however it draws its tokens."""
+"""Handling of requests and weights that all samplers share, and drawing tokens from logits."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def sequence_ids(request: SampleRequest, max_length: int) -> tuple[np.ndarray, n
 
 
 def why_over(ids: list[int], request: SampleRequest, tokenizer: Any) -> StopReason | None:
-    """Why the response is over after its last token, if it is. Tokens of earlier turns end nothing."""
+    """Why the response is over after its last token, or None. Tokens of earlier turns do not count."""
     sampling, count = request.sampling, len(ids) - request.start
     if count <= 0:
         return None
@@ -52,20 +52,20 @@ def why_over(ids: list[int], request: SampleRequest, tokenizer: Any) -> StopReas
 
 
 def stop_string_at_end(ids: list[int], strings: tuple[str, ...], tokenizer: Any) -> bool:
-    """A string of n characters lies in the last n tokens, save for tokens that show nothing: some to spare."""
+    """Whether a stop string is in the tail. A string of n characters is in the last n tokens; 16 more allow for empty ones."""
     tail = ids[-max(map(len, strings)) - 16 :]
     text = tokenizer.decode(tail, skip_special_tokens=False)
     return any(string in text for string in strings)
 
 
 def weights_of(model: LanguageModel, version: int, swaps: bool) -> WeightsRef:
-    """As a sampler loads them; `swaps`: one that takes adapters by themselves. All ranks have to ask."""
+    """The weights for a sampler. `swaps`: it loads adapters separately. A collective: all ranks must call it."""
     weights = model.weights(version)
     return replace(weights, adapter=model.factors()) if swaps else weights
 
 
 def copy_weights(model: LanguageModel, weights: WeightsRef) -> None:
-    """Into place: same storage, so CUDA graphs stay valid. What is shared already is left alone."""
+    """Copy weights in place: same storage, so CUDA graphs stay valid. Tensors that are already shared are skipped."""
     with torch.no_grad():
         for name, parameter in model.module.named_parameters():
             tensor = weights.tensors.get(name)
@@ -78,12 +78,12 @@ def copy_weights(model: LanguageModel, weights: WeightsRef) -> None:
                 parameter.copy_(tensor)
 
 
-# From logits to tokens: one function over all rows, each with its own temperature, top-p, top-k and random key.
+# --- From logits to tokens: one function for all rows, each with its own temperature, top-p, top-k and key ---
 #
 # Axis legend: N = rows, V = real ids of the vocabulary.
 
 
-BLOCK = 256  # ids whose probabilities are summed before the running sum
+BLOCK = 256  # ids per block sum
 
 
 @dataclass(frozen=True, eq=False)
@@ -99,7 +99,7 @@ class RowSettings:
 
 @dataclass(frozen=True, eq=False)
 class Drawn:
-    """See `types.SampledToken`."""
+    """See `SampledToken`."""
 
     token: Tensor  # (N,) int64
     logprob: Tensor  # (N,) float32
@@ -112,12 +112,12 @@ def draw(
 ) -> Drawn:
     """Draw one token per row of logits (N, V). `stop` (E,) are the ids that form one event.
 
-    With `other` (N, V), another model's logits, tokens are drawn from (1 - share) * own + share * other, as both are:
-    no temperature, no filter; `logprob_sampled` is then that of the merged event, as `logprob` always is.
+    With `other` (N, V), another model's logits, tokens are drawn from (1 - share) * own + share * other, without
+    temperature or filter. `logprob_sampled` is then that of the merged stop event, as `logprob` always is.
 
-    `filtered` says whether any row uses top-p or top-k: without it nothing is sorted. A row that uses neither comes
-    out the same, bit for bit, either way. Nothing here waits for the device or copies to it (`where` with a Python
-    number would), so a CUDA graph can record it.
+    `filtered`: whether any row uses top-p or top-k; if not, nothing is sorted. A row that uses neither gives the same
+    bits either way. Nothing here waits for the device or copies to it (`where` with a Python number would), so a CUDA
+    graph can record it.
     """
     greedy = settings.temperature == 0
     plain = other is None and not filtered and logits.device.type == "cpu" and bool((settings.temperature == 1).all())
@@ -155,8 +155,8 @@ def _inverse_cdf(logits: Tensor, uniform: Tensor, probability: Tensor) -> tuple[
     `probability` is exp(logits), which need not sum to 1.
 
     Two levels (blocks of ids, then ids) in fp64: a running fp32 sum over 100k ids would lose the rare ones, and a
-    full-width scan is slow. An id of probability 0 is never returned: comparisons are strict and, should the two
-    levels disagree by a rounding, the block's likeliest id is taken.
+    full-width scan is slow. An id of probability 0 is never returned: comparisons are strict, and if rounding makes the
+    two levels disagree, the block's likeliest id is taken.
     """
     size = min(BLOCK, logits.shape[1])
     missing = -logits.shape[1] % size
@@ -176,7 +176,7 @@ def _inverse_cdf(logits: Tensor, uniform: Tensor, probability: Tensor) -> tuple[
 
 
 def kept(logits: Tensor, settings: RowSettings) -> Tensor:
-    """(N, V): the ids that top-k and top-p leave."""
+    """(N, V): a mask of the ids that pass top-k and top-p."""
     greedy = settings.temperature == 0
     tempered = logits / settings.temperature.masked_fill(greedy, 1.0)[:, None]
     return _filter(tempered, settings.top_p, settings.top_k) > float("-inf")
@@ -185,7 +185,7 @@ def kept(logits: Tensor, settings: RowSettings) -> Tensor:
 def _filter(logits: Tensor, top_p: Tensor, top_k: Tensor) -> Tensor:
     """-inf outside the top k and, among those, outside the smallest set of mass top_p. At least one id stays.
 
-    Ties are cut by id, so that exactly k remain.
+    Ties are broken by id, so that exactly k remain.
     """
     ordered, order = logits.sort(dim=-1, descending=True, stable=True)
     rank = torch.arange(logits.shape[-1], device=logits.device)

@@ -1,7 +1,7 @@
-"""A sampler on several ranks: each answers its share of the requests, or the first ranks all of them, and every rank sees every token.
+"""A sampler on several ranks. All ranks, or only the first ones, each answer a share of the requests; every rank sees all tokens.
 
-Draws are keyed by the request, so who answers it changes nothing. Tokens are exchanged in rounds, so that the leader can make
-them durable while others are still being drawn.
+Draws are keyed by the request, so the rank that answers it does not matter. Tokens are exchanged in rounds, so that the
+leader can make them durable while sampling continues.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from opd.common.context import Peers
 from opd.common.errors import Stopped
 from opd.records import Author, Finished, SampledToken, SampleRequest, TokenSampler, WeightsRef
 
-ROUND = 512  # events of a rank between two exchanges
-NOBODY = -1  # the sampler does not say who wrote a token
+ROUND = 512  # events per rank and exchange
+NOBODY = -1  # the author of a token is not given
 
 
 class SharedSampler:
-    """`sharers`: how many ranks have one, the first ones; default: all."""
+    """Distributes requests over ranks. `sharers`: the number of ranks, from the first, that have a sampler; default: all."""
 
     def __init__(self, sampler: TokenSampler | None, ranks: Peers, sharers: int | None = None) -> None:
         self.own, self._ranks = sampler, ranks
@@ -31,7 +31,7 @@ class SharedSampler:
         if self.own is not None:
             self.own.load(weights)
             return
-        for name in weights.tensors:  # gathered from all ranks, for those that have a sampler
+        for name in weights.tensors:  # access gathers from all ranks, for ranks with a sampler
             weights.tensors[name]
 
     def sample(self, requests: Iterable[SampleRequest]) -> Iterator[SampledToken | Finished]:
@@ -40,7 +40,7 @@ class SharedSampler:
         while True:
             part, stop = self._next(events)
             everyone = self._exchanged(part)
-            with self._ranks.holding():  # what has been drawn is kept
+            with self._ranks.holding():  # a stop waits until drawn tokens are kept
                 for found in everyone:
                     yield from found
             if stop is not None:
@@ -50,7 +50,7 @@ class SharedSampler:
                 return
 
     def _next(self, events: Iterator[SampledToken | Finished]) -> tuple[list[SampledToken | Finished], Stopped | None]:
-        """Some events. A stop that comes while the others wait is told them before this rank leaves, and they leave with it."""
+        """Some events, and a stop if one came. The events are still exchanged before this rank raises the stop."""
         part: list[SampledToken | Finished] = []
         try:
             with self._ranks.answering():
@@ -61,15 +61,15 @@ class SharedSampler:
 
     def _exchanged(self, part: list[SampledToken | Finished]) -> list[list[SampledToken | Finished]]:
         if self._ranks.size == 1:
-            self._ranks.barrier()  # where a stop is heard of
+            self._ranks.barrier()  # a stop is received here
             return [part]
         told = self._ranks.gather(to_columns(part))
         return [part if rank == self._ranks.rank else from_columns(found) for rank, found in enumerate(told)]
 
 
 def to_columns(events: Sequence[SampledToken | Finished]) -> tuple[Any, ...]:
-    """Events as arrays, which a message carries as they are: who (a place among the names), token, log-probs, version; and at
-    which places an answer ended, and why.
+    """Events as arrays for a message: request names, index of each event's name, token, log-probs, version, author; and stop
+    reasons by the position of the `Finished` event.
     """
     places = {name: place for place, name in enumerate(dict.fromkeys(event.request_id for event in events))}
     tokens = [event for event in events if isinstance(event, SampledToken)]
@@ -98,7 +98,7 @@ def from_columns(columns: tuple[Any, ...]) -> list[SampledToken | Finished]:
 
 
 def dealt(requests: Sequence[SampleRequest], rank: int, size: int) -> list[SampleRequest]:
-    """Prompts in turn; samples of one prompt stay together, since a sampler reads it once for all of them."""
+    """A rank's share: prompts are dealt in turn. Samples of one prompt stay together and share its prefill."""
     unit, found = -1, []
     for before, request in zip([None, *requests[:-1]], requests, strict=True):
         if before is None or not np.array_equal(before.prompt_ids, request.prompt_ids):

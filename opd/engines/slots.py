@@ -1,7 +1,7 @@
 """The key/value cache of the built-in sampler: a fixed number of slots, each as long as the longest sequence.
 
-Stock model classes write into it through `Cache.update` and read it through our attention function (see
-`models.attention`): a `SlotLayout` says which slot and which columns each row of the batch stands for.
+Stock model classes write to it through `Cache.update` and read it through our attention function (see
+`models.attention`). A `SlotLayout` gives the slot and the columns of each row of the batch.
 
 Axis legend: B = rows of a call, Q = tokens per row, S = slots, W = columns, H = query heads, G = key/value heads.
 """
@@ -18,7 +18,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 from opd.models.fused_layers import kernels_on
 
-WIDEST = 256  # head dimension that kernels take
+WIDEST = 256  # the largest head dimension that the kernels support
 
 
 DecodeKernel = Callable[[Tensor, Tensor, Tensor, Tensor, int, float, int | None, int], Tensor]
@@ -26,7 +26,7 @@ StoreKernel = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], None]
 
 
 class Decoding(TypedDict, total=False):
-    """What a layout for one token per slot, in order, is given where there are kernels: see `decode_kernel`."""
+    """Arguments of a `SlotLayout` for one token per slot, in order, if there are kernels: see `kernels.attend_slots`."""
 
     kernel: DecodeKernel
     store: StoreKernel | None
@@ -34,7 +34,7 @@ class Decoding(TypedDict, total=False):
 
 
 def fused_decoding(device: torch.device, compiled: bool) -> Decoding:
-    """Nothing where there are none. What torch compiles, it stores by itself; it cannot ask a device for its memory."""
+    """The decoding kernels for a device; empty if there are none. Code compiled by torch stores keys and values itself."""
     if not kernels_on(device):
         return {}
     from opd.engines import kernels
@@ -45,7 +45,7 @@ def fused_decoding(device: torch.device, compiled: bool) -> Decoding:
 
 
 def fused_drawing(device: torch.device) -> Callable[..., Tensor] | None:
-    """See `draw_kernels`."""
+    """`kernels.draw_rows`, if the device has kernels."""
     if not kernels_on(device):
         return None
     from opd.engines.kernels import draw_rows
@@ -54,9 +54,9 @@ def fused_drawing(device: torch.device) -> Callable[..., Tensor] | None:
 
 
 def fewer_rows(module: nn.Module, slots: int, even: int) -> list[int]:
-    """For how many slots a decode step can be made instead of all, ascending; one row would be another kind of product.
+    """The numbers of slots, ascending, for which a decode step can run instead of all. Not 1: that is another kind of product.
 
-    None where a row's own arithmetic depends on others.
+    Empty if the arithmetic of a row depends on other rows.
     """
     if depends_on_others(module):
         return []
@@ -67,12 +67,12 @@ def fewer_rows(module: nn.Module, slots: int, even: int) -> list[int]:
 
 
 def any_rows(counts: list[int]) -> list[int]:
-    """More numbers than those of `fewer_rows`, one among them, where packed weights multiply them all alike."""
+    """More counts than `fewer_rows`, including 1, for packed weights, which multiply any number of rows alike."""
     return sorted({*counts, *(count // 2 for count in counts), *(count // 2 * 3 for count in counts)})
 
 
 def depends_on_others(module: nn.Module) -> bool:
-    """Experts multiply as many rows at once as chose them."""
+    """Whether rows depend on each other: an expert multiplies all the rows routed to it at once."""
     experts = any("experts" in name.split(".") for name, _ in module.named_modules())
     return experts or any(weight.ndim > 2 for weight in module.parameters())
 
@@ -85,9 +85,9 @@ def _takes(query: Tensor, key: Tensor, value: Tensor) -> bool:
 class SlotLayout:
     """Row b of a call holds the tokens of slot `slots[b]` at `columns[b]`; a token sees its own slot up to itself.
 
-    `in_order`: slots are 0, 1, … B - 1, so that the cache is read in place, not gathered, as it is for a single one.
-    One object serves one forward pass: masks are built by the first layer that asks and shared by the others. `span`
-    bounds the columns that are read; columns behind a row's own are masked, so it changes speed and not results.
+    `in_order`: slots are 0, 1, … B - 1, so the cache is read in place instead of gathered, as it is for a single slot.
+    One object serves one forward pass: the first layer builds the masks, and the others share them. `span` limits the
+    columns that are read. Columns after a row's own are masked, so `span` affects speed, not results.
     """
 
     def __init__(
@@ -104,15 +104,17 @@ class SlotLayout:
         self.columns = columns  # (B, Q) int64
         self.span = span
         self.kernel, self.store = kernel, store  # for one token per slot, in order
-        self.room = room  # bytes of shared memory that the kernel may take
+        self.room = room  # bytes of shared memory that the kernel may use
         alone = slots.device.type == "cpu" and columns.shape[0] == 1
-        self._first = 0 if in_order else int(slots) if alone else None  # the first of adjacent slots: these are views
+        self._first = (
+            0 if in_order else int(slots) if alone else None
+        )  # the first of adjacent slots, which can be read as views
         self._column = int(columns) if alone and columns.numel() == 1 else None  # of a single token
         self._masks: dict[int | None, Tensor] = {}
         self._lines_of: dict[int, Tensor] = {}
 
     def write(self, keys: Tensor, values: Tensor, key: Tensor, value: Tensor) -> None:
-        """key and value (B, G, Q, D) into caches (S, G, W, D). Rows of one call are all written before any is read."""
+        """Write key and value (B, G, Q, D) to caches (S, G, W, D). All rows of a call are written before any is read."""
         if self.store is not None and key.shape == value.shape and key.stride(-1) == value.stride(-1) == 1:
             self.store(keys, values, key[:, :, 0], value[:, :, 0], self.columns[:, 0])
             return
@@ -126,14 +128,14 @@ class SlotLayout:
         """(B, G, span, D)"""
         if self._first is not None:
             return cache[self._first : self._first + self.slots.shape[0], :, : self.span]
-        if not cache.is_contiguous():  # keys and values that a layer has made of cached latents
+        if not cache.is_contiguous():  # keys and values computed from cached latents
             return cache[:, :, : self.span].index_select(0, self.slots)
         _, groups, length, width = cache.shape
         lines = cache.view(-1, length * width)[:, : self.span * width]  # one per slot and head: few long copies
         return lines.index_select(0, self._lines(groups)).view(-1, groups, min(self.span, length), width)
 
     def _lines(self, groups: int) -> Tensor:
-        """(B * G,) which lines of a cache belong to the slots."""
+        """(B * G,) the lines of a cache that belong to the slots."""
         if groups not in self._lines_of:
             lines = self.slots[:, None] * groups + torch.arange(groups, device=self.slots.device)
             self._lines_of[groups] = lines.flatten()
@@ -151,7 +153,7 @@ class SlotLayout:
     ) -> Tensor:
         """query (B, H, Q, D), whole caches (S, G, W, D) -> (B, Q, H, D).
 
-        The query heads that share a key/value head lie side by side on the query axis: nothing is repeated.
+        Query heads that share a key/value head are folded into the query axis, so nothing is repeated.
         """
         rows, heads, queries, _ = query.shape
         groups = key.shape[1]
@@ -176,10 +178,10 @@ class SlotLayout:
         return out.reshape(rows, heads, queries, -1).transpose(1, 2).contiguous()
 
     def _mask(self, window: int | None, repeats: int, dtype: torch.dtype) -> Tensor:
-        """(B, 1, repeats * Q, span), to be added: 0 where a token sees a column, hugely negative elsewhere.
+        """(B, 1, repeats * Q, span), an additive mask: 0 where a token sees a column, hugely negative elsewhere.
 
-        Not -inf: an idle slot behind the span, in a sliding layer, sees nothing at all, and its NaNs would stay in the
-        cache for the slot's next tenant.
+        Not -inf: in a sliding layer, an idle slot beyond the span sees nothing, and its NaNs would stay in the cache for
+        the slot's next request.
         """
         if window not in self._masks:
             distance = self.columns[:, :, None] - torch.arange(self.span, device=self.columns.device)  # (B, Q, span)
@@ -202,9 +204,9 @@ class SlotCache(Cache):
 
 
 class SlotLayer(CacheLayerMixin):
-    """Allocated once, at the first update, when the model shows how many heads of which width it has.
+    """Keys and values of one layer. Allocated at the first update, which shows the number and the width of the heads.
 
-    It starts as zeros: a masked column still takes part in 0 * value, which must not be 0 * NaN.
+    They start as zeros: a masked column still enters as 0 * value, which must not be 0 * NaN.
     """
 
     is_sliding = False  # sliding layers keep all columns; their window is in the mask

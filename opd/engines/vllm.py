@@ -1,4 +1,4 @@
-"""vLLM as the sampler: its settings. Sampling is faster and scales out; draws are no longer ours. No torch here."""
+"""vLLM as the sampler. Sampling is faster and scales out; vLLM draws the tokens, not opd. torch is imported lazily."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ ALONE = "is about all weights, and of this student the engines get the adapter a
 
 
 class VllmSampler(SamplerKind):
-    """Engines in processes of their own, started here or elsewhere; they get the student's weights after every update."""
+    """Samples with vLLM engines in separate processes. They receive the student's weights after every update."""
 
     name = "vllm"
     led = True
@@ -146,7 +146,7 @@ class VllmSampler(SamplerKind):
         sampler.close()
 
     def sequences(self) -> int:
-        return 0  # in memory of their own
+        return 0  # the engines use their own memory
 
     def takes_adapters(self, config: Any, lora: Lora) -> bool:
 
@@ -205,21 +205,18 @@ class VllmSampler(SamplerKind):
                 )
 
 
-# A model's weights as another engine can load them, of exactly the policy that is trained.
+# --- Exporting the student's weights ---
 #
-# WeightsFile      a file that is sent
-# vllm_weights.py  memory that engines on the same machine read
-#
-# A tied head is written out: vLLM's CPU build keeps the old one when tied weights are put in place. Ids beyond the shared
-# vocabulary are cut off, as our own sampler never draws them.
+# WeightsFile sends a file; WeightsBuffer shares memory with engines on the same machine. A tied head is written out, since
+# vLLM's CPU build otherwise keeps the old one. Ids beyond the shared vocabulary are cut off: our sampler never draws them.
 
 
 FILE = "model.safetensors"
-WHOLE = "100TB"  # of a shard: one file
+WHOLE = "100TB"  # shard size; large enough for a single file
 
 
 class Exported:
-    """`model` is read anew for every `write`: whoever holds it loads weights into its tensors."""
+    """Exports a model's weights. Every `write` reads the tensors of `model`, so load new weights into it first."""
 
     def __init__(self, model: LanguageModel) -> None:
         from opd.models.language_model import share_module
@@ -238,7 +235,7 @@ class Exported:
         return dict(self._module.config.to_dict())
 
     def state(self) -> tuple[dict[str, Tensor], set[str]]:
-        """Tensors by their names in the model, and which of them are rows of the vocabulary. Nothing is copied."""
+        """(tensors by name, names of those with one row per vocabulary id). Nothing is copied."""
         model = self._model
         tables = {id(model.module.get_input_embeddings().weight), id(model.head.weight)}
         if model.head.bias is not None:
@@ -261,7 +258,7 @@ class WeightsFile(Exported):
         self._newest: Path | None = None
 
     def write(self, version: int) -> Path:
-        """A file of its own. The one before goes: whoever reads it may do so to its end."""
+        """Write a new file and delete the previous one. A process that has the old file open can still read it."""
         state, rows = self.state()
         apart = {name: tensor.clone() if name in rows else tensor for name, tensor in state.items()}
         folder = self.folder / f"version-{version}"
@@ -277,7 +274,7 @@ class WeightsFile(Exported):
 
 
 def put_file(replica: Replica, version: int, path: Path, what: str) -> bool:
-    """Whether it was still there; else newer ones are."""
+    """Send a file. Returns False if it was already replaced by a newer one."""
     try:
         replica.put(version, path, what)
     except FileNotFoundError:
@@ -285,31 +282,30 @@ def put_file(replica: Replica, version: int, path: Path, what: str) -> bool:
     return True
 
 
-# Samples through vLLM: one or several engines, each in a process of its own.
+# --- Sampling through one or more vLLM engines ---
 #
-# load      weights to every engine, and a fixed text that has to come out as it does here
-# sample    requests to the engine with the least to do; what a dead one had goes on elsewhere, behind its last token
-#
-# An engine that died is started again, or waited for, while the others work. Draws are vLLM's own: not keyed.
+# `load` sends weights to every engine and checks them with a fixed text. `sample` sends each request to the least loaded
+# engine. If an engine dies, it is restarted or waited for, and the others resume its requests after the last token. Draws are
+# vLLM's own and not keyed.
 
 
-STOPS = 128  # ids whose log-probs vLLM gives at every token
-AGAIN = 2.0  # seconds between two tries to have an engine back
-LOOK = 0.5  # seconds without news after which a wait looks whether it should end
-TRIES = 3  # times in a row that an engine of ours may die before it has weights, or any before it has drawn a token
+STOPS = 128  # most stop ids; vLLM returns their log-probs at every token
+AGAIN = 2.0  # seconds between attempts to bring an engine back
+LOOK = 0.5  # seconds between two calls of `check` during a wait
+TRIES = 3  # attempts to bring an engine back, and deaths in a row that an engine may have before it draws a token
 
 
 @dataclass(frozen=True, eq=False)
 class Newest:
-    """The newest weights, and what an engine that has them says."""
+    """The newest weights, and the log-probs expected from an engine that has them."""
 
-    place: Any  # as whoever wrote them says where
+    place: Any  # what `write` returned
     expected: Expected
 
 
 @dataclass(eq=False)
 class Ticket:
-    """A request on its way. `ids`: of the response so far, its prefix included."""
+    """A request in progress. `ids`: the response so far, including its prefix."""
 
     request: SampleRequest
     prompt: list[int]
@@ -317,17 +313,19 @@ class Ticket:
 
     @property
     def tokens(self) -> int:
-        """That an engine has to read and write for it, at most."""
+        """The most tokens that an engine has to read and write for this request."""
         return len(self.prompt) + self.request.sampling.max_new_tokens
 
 
 @dataclass(eq=False)
 class EngineSession:
-    """What one engine is doing for one call of `sample`."""
+    """The work of one engine for one call of `sample`."""
 
     replica: Replica
     tickets: dict[str, Ticket] = field(default_factory=dict)
-    session: str = field(default_factory=partial(secrets.token_hex, 8))  # its own: over there a lost one ends later
+    session: str = field(
+        default_factory=partial(secrets.token_hex, 8)
+    )  # unique: the server may end a lost session late
 
     @property
     def load(self) -> int:
@@ -335,7 +333,7 @@ class EngineSession:
 
 
 class VllmEngine:
-    """Implements `types.TokenSampler`. One `sample` at a time; `load` may come between two events of it."""
+    """Implements `TokenSampler`. One `sample` call at a time; `load` may be called between two of its events."""
 
     def __init__(
         self, model: LanguageModel, spec: VllmSampler, max_length: int, *, merge_stop: tuple[int, ...]
@@ -397,10 +395,10 @@ class VllmEngine:
             for replica in here:
                 replica.fresh = False
         patience = self._spec.patience if self._spec.address else 0
-        self._each(self._bring, here or self.replicas, patience)  # who was lost is brought back while others sample
+        self._each(self._bring, here or self.replicas, patience)  # lost engines come back while the others sample
 
     def _each(self, call: Callable[[Replica], Any], replicas: list[Replica], patience: float) -> None:
-        """For all of them at once. One that is away is left out as long as another is there."""
+        """Call on all replicas in parallel. Unreachable replicas are skipped as long as one can be reached."""
         begun, waiting = time.monotonic(), False
         while True:
             with ThreadPoolExecutor(len(replicas), thread_name_prefix="vllm") as pool:
@@ -430,7 +428,7 @@ class VllmEngine:
         return replica.ask("POST", "/open", self._opening)
 
     def _bring(self, replica: Replica) -> None:
-        """It runs, has the newest weights, and is seen to use them."""
+        """Start the engine, give it the newest weights and check that it uses them."""
         for left in reversed(range(TRIES)):
             try:
                 with replica.lock:
@@ -450,7 +448,7 @@ class VllmEngine:
             raise RemoteError(f"{replica.address} runs an earlier vllm_server.py: start the one of this opd.")
         if adapter is not None and found["base"] != adapter.base:
             replica.put(adapter.base, adapter.below)
-        if not (adapter or self._weights).give(replica, given.expected.version, given.place):  # newer ones are there
+        if not (adapter or self._weights).give(replica, given.expected.version, given.place):  # replaced meanwhile
             return
         said = replica.ask("POST", "/score", {"texts": self._probe.texts})["logprobs"]
         given.expected.check(replica, said, self._spec.tolerance)
@@ -458,7 +456,7 @@ class VllmEngine:
             replica.fresh = given is self._newest
 
     def revive(self, replica: Replica, tell: Callable[[str, Any], None]) -> None:
-        """In a thread of its own, while others work; then `tell` hears that it is `back`, or `gone` for good."""
+        """Bring an engine back in a background thread, then call `tell` with "back", or with "gone" if that failed."""
         with self._lock:
             begun = replica in self._reviving
             self._reviving[replica] = tell
@@ -495,13 +493,13 @@ class VllmEngine:
 
 
 class _Call:
-    """One run of `VllmEngine.sample`."""
+    """One call of `VllmEngine.sample`."""
 
     def __init__(self, engine: VllmEngine) -> None:
         self.engine = engine
-        self.events: queue.Queue[tuple[str, Replica, Any]] = queue.Queue()  # what happened, where, and more about it
+        self.events: queue.Queue[tuple[str, Replica, Any]] = queue.Queue()  # (event, replica, details)
         self.lanes: dict[Replica, EngineSession] = {}
-        self.deaths: dict[Replica, int] = {}  # without a token since the one before
+        self.deaths: dict[Replica, int] = {}  # in a row, without a token in between
         self.waiting: deque[Ticket] = deque()
         self.numbers, self.slots = 0, engine.slots
         self.over = False
@@ -521,7 +519,7 @@ class _Call:
             over = self.ended(ticket)
             if over is None:
                 self.waiting.append(ticket)
-            else:  # an interrupted rollout whose last token was kept, but not the fact that it was the last
+            else:  # an interrupted rollout whose last token was saved, but not its end
                 yield Finished(request.id, over)
         while True:
             self.hand_out()
@@ -532,7 +530,7 @@ class _Call:
                 self.join(replica)
             elif what == "gone" and (not self.lanes or not isinstance(more, ServerAway)):
                 raise more
-            elif what in ("broken", "line") and self.lanes.get(replica) is more[0]:  # else of one that is lost already
+            elif what in ("broken", "line") and self.lanes.get(replica) is more[0]:  # ignore sessions already lost
                 if what == "broken":
                     self.lose(*more)
                 else:
@@ -569,7 +567,7 @@ class _Call:
             self.events.put(("gone", replica, error))
 
     def lose(self, lane: EngineSession, error: ServerAway) -> None:
-        """Its requests go to others, behind the tokens that came from it."""
+        """Queue its requests for other engines, which resume after the tokens received so far."""
         replica = lane.replica
         del self.lanes[replica]
         self.deaths[replica] = self.deaths.get(replica, 0) + 1
@@ -586,7 +584,7 @@ class _Call:
     # Requests
 
     def hand_out(self) -> None:
-        """Each to the engine with the fewest tokens to do; samples of one prompt together, since it is read once for them."""
+        """Send each request to the least loaded engine. Samples of one prompt stay together and share its prefill."""
         given: dict[str, tuple[EngineSession, dict[str, Ticket]]] = {}  # by session
         lane, prompt = None, None
         while self.waiting and self.lanes:
@@ -618,7 +616,7 @@ class _Call:
         stopped = []
         for name, token, logprob, stop in line["tokens"]:
             ticket = lane.tickets.get(name)
-            if ticket is None:  # it was over one step ago
+            if ticket is None:  # it finished one step ago
                 continue
             request = ticket.request
             if math.isnan(logprob):
@@ -631,7 +629,7 @@ class _Call:
             over = self.ended(ticket)
             if over is not None:
                 del lane.tickets[name]
-                if over == "stop" and token not in request.sampling.stop_ids:  # a string: the engine goes on
+                if over == "stop" and token not in request.sampling.stop_ids:  # a stop string, unknown to the engine
                     stopped.append(name)
                 yield Finished(request.id, over)
         if stopped:
@@ -642,7 +640,7 @@ class _Call:
         try:
             lane.replica.ask("POST", "/abort", body)
         except ServerAway:
-            return  # it has forgotten them already
+            return  # the engine is gone, and its requests with it
 
     def close(self) -> None:
         self.over = True
@@ -651,22 +649,22 @@ class _Call:
 
 
 def _drawn(request: SampleRequest, logprob: float) -> float:
-    """Under the distribution drawn from, where that is known: vLLM tells the policy's own."""
+    """The log-prob under the sampling distribution, or NaN if unknown: vLLM reports the unmodified policy's."""
     how = request.sampling
     if how.temperature == 0:
         return 0.0
     return logprob if how.temperature == 1 and how.top_p == 1 and how.top_k == 0 else math.nan
 
 
-# One vLLM engine behind `vllm_server.py`: its process, if it is ours, and what is asked of it.
+# --- The client of one `vllm_server.py` ---
 
 
 SERVER = Path(__file__).with_name("vllm_server.py")
-BEGIN = 60.0  # seconds for a process to say where it listens
-CONNECT = 10.0  # seconds for a connection
-GLANCE = 10.0  # seconds for an answer where one only looks whether an engine is there
-ANSWER = 1800.0  # seconds for an answer: an engine that starts compiles, large weights take time
-SILENCE = 60.0  # seconds without a line of a stream that sends one at least every five
+BEGIN = 60.0  # seconds for a process to report its port
+CONNECT = 10.0  # seconds to connect
+GLANCE = 10.0  # seconds to answer a check whether an engine is running
+ANSWER = 1800.0  # seconds to answer: a starting engine compiles, and large weights take time
+SILENCE = 60.0  # seconds without a line; the stream sends one at least every 5 s
 TAIL = 2000  # characters of a log that an error quotes
 TOKEN = "OPD_SAMPLER_TOKEN"
 HAS_VLLM = "import importlib.util, sys; sys.exit(importlib.util.find_spec('vllm') is None)"
@@ -674,19 +672,19 @@ RANKS = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "
 
 
 class Replica:
-    """An engine at an address. All errors that a restart could mend are `ServerAway`."""
+    """An engine at an address. Errors that a restart could fix are raised as `ServerAway`."""
 
     def __init__(self, address: str, token: str) -> None:
         self.address, self._token = address, token
-        self.fresh = False  # whether it has the newest weights, and was seen to use them
-        self.noise: float | None = None  # nats by which it differed from the trainer when it first had weights
-        self.lock = threading.Lock()  # of whoever gives it weights
+        self.fresh = False  # whether it is verified to use the newest weights
+        self.noise: float | None = None  # nats between its first log-probs and the trainer's
+        self.lock = threading.Lock()  # held while weights are sent
 
     def start(self) -> None:
-        """Have it run; one at an address does, or not."""
+        """Start the engine. One at a given address is started by others, so this does nothing."""
 
     def close(self) -> None:
-        """End what was started."""
+        """Stop what `start` started."""
 
     def why_gone(self) -> str:
         return ""
@@ -714,7 +712,7 @@ class Replica:
                 headers = {} if size is None else {"Content-Length": str(size)}
                 with contextlib.suppress(
                     BrokenPipeError, ConnectionResetError
-                ):  # it may have said why before it hung up
+                ):  # it may have sent a reason before it closed the connection
                     connection.request(method, path, content, {**self._headers, **headers})
                 response = connection.getresponse()
                 found = response.read()
@@ -732,7 +730,7 @@ class Replica:
         return answer
 
     def lines(self, session: str) -> Iterator[dict[str, Any]]:
-        """Of a stream, until it breaks: then `ServerAway`."""
+        """The lines of the event stream. Raises `ServerAway` when the stream ends."""
         path = f"/events?session={session}"
         try:
             with contextlib.closing(self._connection(SILENCE)) as connection:
@@ -764,7 +762,7 @@ class Replica:
 
 
 class OwnReplica(Replica):
-    """An engine in a process that this one starts, and that ends with it, however it ends."""
+    """An engine in a child process, which ends with this process, even when this one is killed."""
 
     def __init__(self, python: str, devices: str | None, log: Path) -> None:
         super().__init__("", secrets.token_urlsafe(32))
@@ -799,7 +797,7 @@ class OwnReplica(Replica):
         if process is None:
             return
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)  # with the workers of its engine
+            os.killpg(process.pid, signal.SIGKILL)  # including the engine's workers
         process.wait()
         for stream in (process.stdin, process.stdout):
             if stream is not None:
@@ -816,7 +814,7 @@ def no_python(python: str, error: OSError) -> RemoteError:
 
 
 def require_vllm(python: str) -> None:
-    """Refuse a Python that could not start an engine. vLLM itself is not imported."""
+    """Raise an error if this Python cannot start an engine. vLLM itself is not imported."""
     try:
         found = subprocess.run(
             [python, "-c", HAS_VLLM], env=engine_environment(), capture_output=True, timeout=BEGIN, check=False
@@ -833,7 +831,7 @@ def require_vllm(python: str) -> None:
 
 
 def look_at(address: list[str], token_env: str) -> list[str]:
-    """Refuse engines that run already and do not take our token; found: those that are away, in words."""
+    """Check running engines: raise an error if one rejects our token; return a note for each unreachable one."""
     away = []
     for replica in replicas_of(address, token_env, "", [], Path()):
         try:
@@ -844,7 +842,7 @@ def look_at(address: list[str], token_env: str) -> list[str]:
 
 
 def engine_environment() -> dict[str, str]:
-    """Ours without what a launcher of ranks has put there: an engine is none of them, and would wait for their store for ever."""
+    """Our environment without the variables of a rank launcher: with them, an engine would wait forever for the ranks."""
     launched = ("TORCHELASTIC_", "TORCH_ELASTIC_")
     return {name: value for name, value in os.environ.items() if name not in RANKS and not name.startswith(launched)}
 
@@ -852,20 +850,20 @@ def engine_environment() -> dict[str, str]:
 def replicas_of(
     address: list[str], token_env: str, python: str, devices: list[str | None], logs: Path
 ) -> list[Replica]:
-    """Those at addresses, or else one process for each of `devices`."""
+    """The engines at `address`, or one child process per entry of `devices`."""
     if address:
         return [Replica(one, token_of(token_env, one) or "") for one in address]
     return [OwnReplica(python, device, logs / f"vllm-{number}.log") for number, device in enumerate(devices)]
 
 
-# A student's adapter as vLLM takes it: a small file for every version, over weights that are given once.
+# --- Adapters: a small file per version, on top of base weights that are sent once ---
 
 
-RANK = 512  # the largest that vLLM can be started for
+RANK = 512  # the largest LoRA rank that vLLM supports
 
 
 def why_merged(config: Any, settings: Lora) -> str:
-    """Why vLLM cannot take such adapters of a model with this config by themselves; nothing if it can."""
+    """Why vLLM cannot load these adapters separately for a model with this config; empty if it can."""
     import torch
 
     from opd.models.lora import find_targets
@@ -882,7 +880,7 @@ def why_merged(config: Any, settings: Lora) -> str:
 
 
 class AdapterFile:
-    """`model`: a copy to sample with whose adapters add nothing yet, so that it is what lies below them."""
+    """Exports adapters. `model` is an inference copy whose adapters are still zero, so its weights are the base."""
 
     def __init__(self, model: LanguageModel, file: WeightsFile) -> None:
         from opd.models.lora import find_targets
@@ -892,12 +890,12 @@ class AdapterFile:
         names = find_targets(model.module, model.head, model.lora).modules
         targets = sorted({name.rpartition(".")[2] for name in names})
         self.settings = {"r": model.lora.rank, "lora_alpha": model.lora.alpha, "target_modules": targets}
-        self.base = secrets.randbelow(2**31)  # by which an engine says whose weights it has below
+        self.base = secrets.randbelow(2**31)  # by which an engine reports which base weights it has
         self.below = file.write(self.base)
-        self._newest, self.adds = self.below, False  # whether the newest changes anything
+        self._newest, self.adds = self.below, False  # `adds`: whether the newest adapter is non-zero
 
     def write(self, weights: WeightsRef) -> Any:
-        """A file of its own. The one before goes: whoever reads it may do so to its end."""
+        """Write a new file and delete the previous one. A process that has the old file open can still read it."""
         from safetensors.torch import save_file
 
         if not weights.adapter:
@@ -914,28 +912,26 @@ class AdapterFile:
         return put_file(replica, version, path, "adapter")
 
 
-# Whether an engine elsewhere has the weights that it was given: a fixed text, scored there and here.
+# --- Checking an engine's weights ---
 #
-# An engine whose weights stayed behind answers in time and in shape. Only comparing tells.
+# The engine and the trainer score the same fixed text. Comparing log-probs is the only way to detect stale weights.
 
 
 TEXTS, LENGTH = 8, 9  # 64 tokens are compared
-ROUNDING = 1e-3  # nats, on average, that two engines in fp32 stay well below
-GROWTH = 4.0  # times what an engine was first off by, which is its own rounding
-NEARER = 3.0  # times nearer to the weights before: it has those
-SEEN = 1e-4  # nats below which nobody can tell one from the other
+ROUNDING = 1e-3  # nats, on average; two fp32 engines differ by much less
+GROWTH = 4.0  # allowed multiple of an engine's first difference, which is its own rounding
+NEARER = 3.0  # an engine this many times nearer to the previous weights still has those
+SEEN = 1e-4  # nats; smaller differences cannot tell two versions apart
 
 
 @dataclass(frozen=True, eq=False)
 class Expected:
-    """What the trainer says about the text with the weights of a version, and what it said with those before."""
+    """The trainer's log-probs of the text with the weights of this version, and with the previous ones."""
 
     version: int
     now: np.ndarray
     before: np.ndarray
-    settles: bool = (
-        True  # whether it shows an engine's rounding: an adapter that adds nothing yet is not rounded either
-    )
+    settles: bool = True  # whether the difference is the engine's rounding: a zero adapter is not rounded
 
     def check(self, replica: Replica, found: Sequence[Sequence[float]], tolerance: float) -> None:
         said = np.array([value for text in found for value in text], dtype=np.float64)
@@ -955,7 +951,7 @@ class Expected:
 
 
 class WeightsProbe:
-    """`expect` reads the text with the model as it is now."""
+    """The fixed text. `expect` scores it with the model's current weights."""
 
     def __init__(self, model: LanguageModel, max_length: int, avoid: Sequence[int]) -> None:
         self._model = model
@@ -976,26 +972,23 @@ class WeightsProbe:
             ids_T = torch.tensor(self.texts, device=model.device).flatten()
             logits = model.project(model.hidden(ids_T, Packed.of(lengths, model.device))).logits().float()
             found = logits.log_softmax(-1)[:-1].gather(-1, ids_T[1:, None])[:, 0].cpu().numpy().astype(np.float64)
-            first = np.cumsum([0, *lengths])[1:-1] - 1  # what would predict another text
+            first = np.cumsum([0, *lengths])[1:-1] - 1  # predictions across a text boundary
             now, before = np.delete(found, first), self._before
             self._before = now
             return Expected(version, now, before)
 
 
-# The newest weights in memory that engines on the same machine read: `sampler.weights: shared`.
+# --- Sharing weights in memory: `sampler.weights: shared` ---
 #
-# cuda    memory of the trainer's GPU, which others open by a handle (CUDA IPC)
-# cpu     memory without a path, which others open through the process that has it
-#
-# It is one stretch of bytes. What an engine gets is where it is, and where each tensor lies in it: nothing is written to a disk
-# or sent. It reads while it answers, and never afterwards, so one place suffices: `write` waits for those that are reading.
+# One buffer, on the trainer's GPU (opened by CUDA IPC handle) or in anonymous CPU memory (opened through its process). Nothing
+# is written to disk or sent. Engines read it only while they answer a request, so one buffer suffices: `write` waits for readers.
 
 
-ALIGN = 64  # bytes between which a tensor may begin
+ALIGN = 64  # bytes; every tensor starts at a multiple
 
 
 class WeightsBuffer(Exported):
-    """A copy of the model's weights: the model's own may be those that train, and change while an engine starts again."""
+    """A copy of the model's weights. The model's own may be training, and change while an engine restarts."""
 
     def __init__(self, model: LanguageModel) -> None:
         from opd.engines.vllm_memory import tensors_in
@@ -1015,7 +1008,7 @@ class WeightsBuffer(Exported):
         self._places = dict(tensors_in(self.memory.bytes, self.tensors))
 
     def _named(self) -> dict[str, Tensor]:
-        """By the names that `save_pretrained` would give them in a file; layers that are used twice are there once."""
+        """Tensors by the names that `save_pretrained` would use. Shared layers appear once."""
         from transformers.core_model_loading import revert_weight_conversion
         from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
@@ -1026,10 +1019,10 @@ class WeightsBuffer(Exported):
         return dict(revert_weight_conversion(self._module, kept | {name: state[name] for name in sorted(rows)}))
 
     def write(self, version: int) -> int:
-        """Says which writing it was, for `give`."""
+        """Copy the weights. Returns the number of this write, for `give`."""
         import torch
 
-        with torch.no_grad(), self._turn:  # nobody begins to read meanwhile
+        with torch.no_grad(), self._turn:  # no new readers meanwhile
             self._turn.wait_for(lambda: not self._readers)
             for name, tensor in self._named().items():
                 self._places[name].copy_(tensor)
@@ -1038,7 +1031,10 @@ class WeightsBuffer(Exported):
             return self._writes
 
     def give(self, replica: Replica, version: int, written: int) -> bool:
-        """Whether these weights were still there; else newer ones are. When it returns, or raises, the engine has read them or is lost."""
+        """Let an engine read the weights. Returns False if newer ones have replaced them.
+
+        Once this returns or raises, the engine has finished reading or is lost.
+        """
         with self._turn:
             if written != self._writes:
                 return False
@@ -1058,7 +1054,7 @@ class WeightsBuffer(Exported):
 
 
 class PlainMemory:
-    """It goes with the last process that has it, even by kill -9: unlike a file in /dev/shm."""
+    """Anonymous shared CPU memory. It is freed with the last process that holds it, even after kill -9."""
 
     def __init__(self, size: int) -> None:
         import torch
@@ -1072,7 +1068,7 @@ class PlainMemory:
         self.handle = {"process": os.getpid(), "descriptor": self._descriptor, "name": name}
 
     def settle(self) -> None:
-        """What is written is there for others at once."""
+        """Nothing to do: writes are visible to other processes immediately."""
 
     def close(self) -> None:
         import torch
@@ -1082,7 +1078,7 @@ class PlainMemory:
 
 
 class CudaMemory:
-    """Shared once. torch would count who has opened it so that nobody frees what another reads; here the answer says that."""
+    """Shared GPU memory. torch's count of readers is not used: an engine's answer says that it has finished reading."""
 
     def __init__(self, size: int, device: torch.device) -> None:
         import torch
@@ -1100,7 +1096,7 @@ class CudaMemory:
         torch.cuda.current_stream(self._device).synchronize()  # another process does not wait for our stream
 
     def close(self) -> None:
-        """Its count is one, since engines do not touch it; at zero torch gives the memory back with the last tensor in it."""
+        """Set torch's count to zero, so that torch frees the memory with its last tensor. Engines never change the count."""
         import torch
 
         torch.UntypedStorage._release_ipc_counter_cuda(*self._counter)

@@ -1,9 +1,9 @@
-"""Memory that a run and the engines on its machine share: `sampler.weights: shared`. Read by both; imports nothing of opd.
+"""Memory shared by a run and the engines on its machine: `sampler.weights: shared`. Used by both; imports nothing from opd.
 
-    {"process": P, "descriptor": D, "name": N}    memory of process P that has no path
+    {"process": P, "descriptor": D, "name": N}    anonymous memory of process P
     {"uuid": U, "handle": …, …}                   memory of the GPU U (CUDA IPC)
 
-Either is a stretch of bytes, in which each tensor lies at its `start`.
+Either is one block of bytes, with each tensor at its `start`.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from typing import Any
 
 import torch
 
-MEMORY = re.compile(r"opd-vllm-weights-[0-9a-f]{16}")  # drawn at random: another process has none of this name
+MEMORY = re.compile(r"opd-vllm-weights-[0-9a-f]{16}")  # random: no other memory has this name
 
-# torch would lower the run's counter, which is one, behind every opening; it has no sign, so that one time too many leaves it large and the
-# memory taken until the run's process ends. Shared memory cannot have this name (two slashes), and torch passes over a counter that it
-# cannot open: it stays at one until the run lowers it itself.
+# torch decrements the run's counter, which is 1, after every opening. The counter is unsigned: one decrement too many makes it
+# huge, and the memory is never freed. Shared memory cannot have this name (two slashes), and torch ignores a counter that
+# it cannot open, so it stays 1 until the run decrements it.
 UNCOUNTED = b"/opd/uncounted"
 
 
 def load_shared(load: Callable[..., Any], asked: dict[str, Any]) -> Any:
-    """By the engine. Once it has answered, nobody here reads there any more, and the run may write."""
+    """Load weights from shared memory, in the engine. After it returns, the engine no longer reads the memory."""
     memory = opened(asked["memory"])
     try:
         return load(asked["version"], None, list(tensors_in(memory, asked["tensors"])))
@@ -38,12 +38,12 @@ def load_shared(load: Callable[..., Any], asked: dict[str, Any]) -> Any:
 
 
 def opened(memory: dict[str, Any]) -> torch.Tensor:
-    """As one tensor of bytes."""
+    """Open the memory as one tensor of bytes."""
     return _opened_cuda(memory) if "uuid" in memory else _opened_plain(**memory)
 
 
 def tensors_in(memory: torch.Tensor, tensors: list[dict[str, Any]]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Views, by name."""
+    """(name, view) of each tensor."""
     for entry in tensors:
         dtype, shape, start = getattr(torch, entry["dtype"], None), entry["shape"], entry["start"]
         if not isinstance(dtype, torch.dtype):
@@ -55,7 +55,7 @@ def tensors_in(memory: torch.Tensor, tensors: list[dict[str, Any]]) -> Iterator[
 
 
 def _opened_plain(process: int, descriptor: int, name: str) -> torch.Tensor:
-    """Never a file; only what is called as a run calls it, and belongs to the user that runs this."""
+    """Open anonymous memory. Never opens a file: the name must be one that a run gives, and the owner this user."""
     if not MEMORY.fullmatch(name):
         raise ValueError(f"{name!r} is no memory with a run's weights")
     link = f"/proc/{int(process)}/fd/{int(descriptor)}"
@@ -72,7 +72,7 @@ def _opened_plain(process: int, descriptor: int, name: str) -> torch.Tensor:
         found = os.fstat(file)
         if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid():
             raise ValueError(f"{name!r} belongs to another user")
-        # private: pages are shared until they are written to, and nothing that is done here gets back to the run
+        # copy-on-write: pages are shared until written to, and writes here do not reach the run
         return torch.frombuffer(mmap.mmap(file, found.st_size, access=mmap.ACCESS_COPY), dtype=torch.uint8)
     finally:
         os.close(file)
@@ -90,22 +90,22 @@ def _opened_cuda(memory: dict[str, Any]) -> torch.Tensor:
 
 
 def devices() -> list[str]:
-    """UUIDs of the GPUs that this process sees: their numbers depend on CUDA_VISIBLE_DEVICES."""
+    """UUIDs of the GPUs that this process sees. Device numbers would depend on CUDA_VISIBLE_DEVICES."""
     return [str(torch.cuda.get_device_properties(index).uuid) for index in range(torch.cuda.device_count())]
 
 
 def cuda_handle(uuid: str, fields: tuple[Any, ...]) -> dict[str, Any]:
-    """What torch's `_share_cuda_` says, in words that go into JSON.
+    """The result of torch's `_share_cuda_` as JSON.
 
-    Without its event: the run has waited for its writes, and torch would leave one behind at every opening. And without its counter,
-    see `UNCOUNTED`.
+    Without its event: the run has already waited for its writes, and torch would leak an event at every opening. Without
+    its counter: see `UNCOUNTED`.
     """
     _, handle, size, offset, *_ = fields
     return {"uuid": uuid, "size": size, "offset": offset, "handle": handle.hex()}
 
 
 def cuda_fields(memory: dict[str, Any], index: int) -> tuple[Any, ...]:
-    """And back, for `_new_shared_cuda` on the GPU that has this number here."""
+    """The arguments of `_new_shared_cuda`. `index`: the GPU's number in this process."""
     size, offset = int(memory["size"]), int(memory["offset"])
     if min(size, offset) < 0:
         raise ValueError(f"no size and offset: {size}, {offset}")

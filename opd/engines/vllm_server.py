@@ -1,18 +1,18 @@
-"""A vLLM engine behind a token, for `sampler.engine: vllm`. It runs in vLLM's environment and imports nothing of opd.
+"""A token-protected vLLM server for `sampler.engine: vllm`. It runs in vLLM's environment and imports nothing from opd.
 
     OPD_TOKEN=… python vllm_server.py --port 8300          # the model and its weights come from the run
 
-POST /open      {"config": …, …}   the engine of a model with this config; it knows nothing until it gets weights
-PUT  /weights?version=N            a safetensors file, put in place; what is being sampled goes on with it
-POST /weights   {"version": N, "memory": …, "tensors": […]}   the same out of memory of a run on this machine
-PUT  /adapter?version=N            the same of an adapter over these weights, of an engine that was opened for one
-POST /score     {"texts": [ids…]}  log-probs of all tokens but the first of each
+POST /open      {"config": …, …}   open an engine for a model with this config; it has no weights yet
+PUT  /weights?version=N            load a safetensors file; running requests continue with the new weights
+POST /weights   {"version": N, "memory": …, "tensors": […]}   the same from the shared memory of a run on this machine
+PUT  /adapter?version=N            the same for an adapter on these weights, if the engine was opened with adapters
+POST /score     {"texts": [ids…]}  log-probs of all tokens of each text but the first
 POST /submit    {"session": S, "requests": […]}
-POST /abort     {"session": S, "names": […]}; without names: all, and the session
-GET  /events?session=S             tokens of its requests as they are drawn, one line of JSON for each step
-GET  /state                        what is open
+POST /abort     {"session": S, "names": […]}; without names: all requests, and the session ends
+GET  /events?session=S             a session's tokens as they are drawn, one line of JSON per step
+GET  /state                        the engine and its versions
 
-One thread, the main one, has the engine: weights change between two steps of it, never within one.
+Only the main thread uses the engine, so weights change between two steps, never within one.
 """
 
 from __future__ import annotations
@@ -40,34 +40,34 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
-BODY, PIECE = 256 << 20, 1 << 20  # bytes of a question, and of a file that are read at once
-QUIET = 5.0  # seconds after which a line without tokens says that it is still there
+BODY, PIECE = 256 << 20, 1 << 20  # most bytes of a JSON request; bytes of a file read at a time
+QUIET = 5.0  # seconds without tokens before an empty line is sent as a sign of life
 TOKEN = "OPD_TOKEN"
-BESIDE = str(Path(__file__).with_name("vllm_memory.py"))  # read where a run shares its memory, and nowhere else
-RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # of adapters that vLLM can be started for
+BESIDE = str(Path(__file__).with_name("vllm_memory.py"))  # only loaded for shared memory
+RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # LoRA ranks that vLLM supports
 
 
 class Refused(Exception):
-    """Answered with its status, the first of two arguments; the other says why."""
+    """An error response. Arguments: HTTP status, reason."""
 
 
 class Host:
-    """The engine, its requests and where their tokens go. Everything in here runs in the main thread."""
+    """The engine, its requests and the queues of their tokens. All methods except `ask` run in the main thread."""
 
     def __init__(self, scratch: Path) -> None:
         self._scratch, self._engine, self.identity, self.version = scratch, None, "", -1
         self._work: queue.Queue[tuple[Callable[[], Any], Future[Any]]] = queue.Queue()
         self._sessions: dict[str, queue.Queue[dict[str, Any]]] = {}
-        self._stops: list[int] = []  # ids that are one event, whose log-prob comes with every token
+        self._stops: list[int] = []  # stop ids; their joint log-prob is sent with every token
         self._under_way: set[str] = set()
         self._scores: dict[str, list[float]] = {}
-        self._max_length, self.hint = 0, ""  # what an error should say first
-        self._base: int | None = None  # version of the weights below an adapter
-        self._policy: Any = None  # what requests name, of an engine for adapters
-        self._swap: Any = None  # the same, to have it read anew
+        self._max_length, self.hint = 0, ""  # `hint`: a prefix for error messages
+        self._base: int | None = None  # version of the base weights of the adapter
+        self._policy: Any = None  # the LoRA request that sampling uses, if there are adapters
+        self._swap: Any = None  # the LoRA request that reloads the adapter
 
     def ask(self, call: Callable[[], Any]) -> Any:
-        """From another thread: have something done between two steps."""
+        """Run a call in the main thread, between two steps. For use by other threads."""
         future: Future[Any] = Future()
         self._work.put((call, future))
         return future.result()
@@ -124,9 +124,9 @@ class Host:
             gpu_memory_utilization=asked["memory"],
             enforce_eager=asked["eager"],
             enable_prefix_caching=True,
-            async_scheduling=False,  # every token knows which weights drew it
+            async_scheduling=False,  # so that the weights' version of every token is known
             disable_log_stats=True,
-            seed=secrets.randbelow(2**31),  # replicas that draw alike would give a prompt the same answers
+            seed=secrets.randbelow(2**31),  # with equal seeds, replicas would give a prompt the same answers
             **lora,
         )
         engine = LLMEngine.from_engine_args(arguments)
@@ -134,7 +134,7 @@ class Host:
         return engine
 
     def _prepare(self, settings: dict[str, Any]) -> dict[str, Any]:
-        """A place for adapters, and what an engine that takes them is told."""
+        """Create the adapter's folder; returns the engine's LoRA arguments."""
         from vllm.lora.request import LoRARequest
 
         folder = self._scratch / "adapter"
@@ -143,18 +143,18 @@ class Host:
         (folder / "adapter_config.json").write_text(json.dumps(settings), encoding="utf-8")
         self._policy, self._swap = (LoRARequest("policy", 1, str(folder), load_inplace=new) for new in (False, True))
         rank, targets = min(rank for rank in RANKS if rank >= settings["r"]), settings["target_modules"]
-        # without targets the head gets room for one, and then vLLM cannot score texts while it samples
+        # without targets, vLLM reserves an adapter for the head, and then cannot score texts while it samples
         return {"enable_lora": True, "max_loras": 1, "max_lora_rank": rank, "lora_target_modules": targets}
 
     def load(self, version: int, path: Path | None, weights: Any = None) -> dict[str, Any]:
-        """Weights in place. Requests under way are read again with them, and the prefixes kept for others are dropped."""
+        """Load weights in place. Running requests are prefilled again, and the prefix cache is cleared."""
         source = {"weights_iterator": weights} if path is None else {"weights_path": str(path.parent)}
         self.engine.collective_rpc("reload_weights", kwargs=source)
         self._base = None if self._policy is None else version
         return self._loaded(version if self._policy is None else -1)
 
     def adapt(self, version: int, path: Path) -> dict[str, Any]:
-        """The same with an adapter, in place of the one before."""
+        """Replace the adapter, likewise."""
         if self._base is None:
             raise Refused(409, "it has no weights for an adapter")
         path.replace(Path(self._swap.lora_path) / "adapter_model.safetensors")
@@ -206,7 +206,7 @@ class Host:
                 top_p=request["top_p"],
                 top_k=request["top_k"],
                 stop_token_ids=request["stop_ids"],
-                ignore_eos=True,  # what the config calls the end is none, unless it is among these
+                ignore_eos=True,  # only `stop_token_ids` end an answer, not the config's eos
                 logprob_token_ids=self._stops,
                 detokenize=False,
                 output_kind=RequestOutputKind.DELTA,
@@ -252,13 +252,13 @@ def _log_sum(values: list[float]) -> float:
 
 
 class Handler(BaseHTTPRequestHandler):
-    """One request. `host`, `token`, `scratch` and `limit` are set by `main`."""
+    """Handles one HTTP connection. `host`, `token`, `scratch` and `limit` are set by `main`."""
 
     host: Host
     token: str
     scratch: Path
     limit: int
-    timeout = 600  # seconds for a client that does not send or take anything
+    timeout = 600  # seconds; a client that neither sends nor reads for longer is disconnected
 
     def do_GET(self) -> None:
         self._answer({"/state": self.host.state, "/events": self._events})
@@ -292,7 +292,7 @@ class Handler(BaseHTTPRequestHandler):
             self._send(refused.args[0], {"error": refused.args[1]})
         except (BrokenPipeError, ConnectionResetError):
             self.close_connection = True
-        except Exception as error:  # whatever an engine raises is told to who asked, and stands in the log
+        except Exception as error:  # engine errors are sent to the client and logged
             traceback.print_exc()
             status = 400 if isinstance(error, (KeyError, TypeError, ValueError)) else 500
             hint = self.host.hint if urlsplit(self.path).path in ("/open", "/adapter") else ""
@@ -339,12 +339,12 @@ class Handler(BaseHTTPRequestHandler):
             return self.host.ask(lambda: load(version, path))
 
     def _events(self) -> None:
-        """Lines until whoever reads them goes away."""
+        """Send event lines until the client disconnects."""
         session = self._query("session")
         lines = self.host.ask(lambda: self.host.listen(session))
         self.send_response(200)
         self.send_header("Content-Type", "application/x-ndjson")
-        self.end_headers()  # no length: it ends with the connection
+        self.end_headers()  # no length: the stream ends with the connection
         self.close_connection = True
         try:
             while True:
@@ -358,11 +358,11 @@ class Handler(BaseHTTPRequestHandler):
             self.host.ask(lambda: self.host.abort(session, None))
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Nothing: there are many requests, and errors are printed where they happen."""
+        """Log nothing: there are many requests, and errors are already printed."""
 
 
 def end_with(parent: Any, scratch: Path) -> None:
-    """When the run that started this has ended, however it did, so do the engine and its workers."""
+    """End the engine and its workers when the parent process ends, even if it was killed."""
     parent.read()
     shutil.rmtree(scratch, ignore_errors=True)
     os.killpg(os.getpgrp(), signal.SIGKILL)
@@ -379,11 +379,11 @@ def main() -> None:
     token = os.environ.get(given.token_env, "")
     if not token:
         sys.exit(f"{given.token_env} is not set: put a token into it, the same as where the run is.")
-    own = Path(__file__).resolve().parent  # whose modules are not those that vLLM means by their names
+    own = Path(__file__).resolve().parent  # opd's modules must not shadow those that vLLM imports
     sys.path[:] = [path for path in sys.path if Path(path).resolve() != own]
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine in this process
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # run the engine in this process
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # cores are the trainer's, too
+    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # the trainer uses the same cores
     with tempfile.TemporaryDirectory(prefix="opd-vllm-") as scratch:
         Handler.host, Handler.token, Handler.scratch = Host(Path(scratch)), token, Path(scratch)
         Handler.limit = int(given.max_gib * 2**30)
@@ -392,7 +392,7 @@ def main() -> None:
         if given.child:
             threading.Thread(target=end_with, args=(sys.stdin, Path(scratch)), daemon=True).start()
         print(json.dumps({"port": server.server_address[1]}), flush=True)
-        os.dup2(2, 1)  # what vLLM has to say goes where errors go
+        os.dup2(2, 1)  # vLLM's output goes to stderr
         Handler.host.run()
 
 

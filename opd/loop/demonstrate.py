@@ -1,7 +1,7 @@
-"""Failed answers make room for demonstrations: what a model behind a chat endpoint answers to the same prompt.
+"""Demonstrations replace failed answers: a model at a chat endpoint answers the same prompt.
 
-The tokens are that model's, and their author says so: terms that go by ratios leave them out, and cross-entropy learns from them. The
-answer that failed stays in the store, with a note. Text comes back, so its ids are the student's tokenizer's.
+The tokens are marked with that model as author: terms with ratios skip them, and cross-entropy learns from them. The failed
+answer stays in the store, with a note. The endpoint returns text, which the student's tokenizer encodes.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from opd.rollouts.settings import Demonstrations
 
 
 class Demonstrator:
-    """Finds the answers that failed, and has them written anew."""
+    """Finds failed answers and asks for replacements."""
 
     def __init__(
         self,
@@ -33,7 +33,7 @@ class Demonstrator:
             self._decides = Rewarder(Rewards(domains={DEFAULT: [spec.by]}), say=say)
             self._decides.remember(calls, check)
         self._seen = self._replaced = 0
-        self._earned: list[float] = []  # by answers of the student, replaced or not
+        self._earned: list[float] = []  # rewards of the student's answers, replaced or not
 
     @property
     def source(self) -> str:
@@ -46,7 +46,7 @@ class Demonstrator:
         rewards: Mapping[str, float | None],
         text_of: Callable[[Rollout], str],
     ) -> dict[str, str]:
-        """Rollout id -> what is to stand in its place, for answers of the student that failed."""
+        """Rollout id -> the replacement, for answers of the student that failed."""
         own = [rollout for rollout in rollouts if (rollout.author == Author.STUDENT).any()]
         self._earned += [reward for rollout in own if (reward := rewards.get(rollout.id)) is not None]
         if self._decides is not None:
@@ -68,13 +68,13 @@ class Demonstrator:
         return usable
 
     def _usable(self, text: str) -> bool:
-        """A text is a text: one that would be read as the end of a turn, say, is not taken."""
+        """Reject empty texts and texts with special tokens, such as one that would end a turn."""
         return bool(text) and not any(token in text for token in self._special)
 
     def drain(self) -> dict[str, float]:
-        """What it did since it was last called; `share`: of the student's answers, those that were replaced."""
+        """Statistics since the last call. `share`: the fraction of the student's answers that were replaced."""
         found = {"share": self._replaced / max(self._seen, 1), **self._chat.drain()}
-        if self._earned:  # `reward` in the metrics is that of the answers which stayed
+        if self._earned:  # `reward` in the metrics counts the answers after replacement
             found["reward_before"] = sum(self._earned) / len(self._earned)
         if self._decides is not None:
             found |= {f"by/{name}": count for name, count in self._decides.drain().items()}

@@ -1,7 +1,7 @@
-"""Several ranks, started by `torchrun -m opd …` or whatever else sets RANK, WORLD_SIZE and the address of the first.
+"""Several ranks, started by `torchrun -m opd …` or another launcher that sets RANK, WORLD_SIZE and the address of the first rank.
 
-Weights and gradients travel by NCCL between GPUs and by gloo between CPUs; everything else goes as messages through gloo. No
-rank does what the others do not: an exchange that one of them does not take part in would wait for ever.
+Weights and gradients travel by NCCL between GPUs and by gloo between CPUs. Everything else is sent as messages through gloo. All
+ranks must take part in every exchange; otherwise the others would wait forever.
 """
 
 from __future__ import annotations
@@ -47,22 +47,22 @@ if TYPE_CHECKING:
 
 
 T = TypeVar("T")
-PATIENCE = timedelta(hours=1)  # with a rank that is silent; one that has ended is noticed at once
+PATIENCE = timedelta(hours=1)  # for a silent rank; a rank that has ended is noticed at once
 HYBRID = ("replicate", SHARD)
-LEAVE = 5.0  # seconds that the first to fail waits for the others to have noticed
-_RUNS = count()  # of this process
-FAILED, CODE, LEFT = "failed", "code", "left"  # in the launcher's store: who told of an error first, and its exit code
+LEAVE = 5.0  # seconds that the first rank to fail waits for the others to notice
+_RUNS = count()  # number of runs in this process
+FAILED, CODE, LEFT = "failed", "code", "left"  # store keys: failures, first exit code, its readers
 
 
 class DistributedRanks(Ranks):
     def __init__(self, store: Any, rank: int, size: int, local: int) -> None:
         self._store, self.rank, self.size, self._local = store, rank, size, local
         self._interrupts: StopRequests | None = None
-        self._stopping = 0  # the signal that all ranks know of
-        self._answers = False  # while the others wait for what this one samples
-        self._held = False  # until what came by an exchange is kept
-        self._turn = 0  # exchanges so far, the same on every rank
-        self._batch: dict[str, Rollout] = {}  # the newest that was dealt
+        self._stopping = 0  # the stop signal that all ranks know of
+        self._answers = False  # true while the others wait for this rank's samples
+        self._held = False  # true until the received data is stored
+        self._turn = 0  # exchanges so far, equal on all ranks
+        self._batch: dict[str, Rollout] = {}  # the newest batch that was dealt
 
     @property
     def sharded(self) -> bool:
@@ -114,7 +114,7 @@ class DistributedRanks(Ranks):
             )
         return torch.device("cuda", self._local)
 
-    # Messages
+    # --- Messages ---
 
     def share(self, make: Callable[[], T]) -> T:
         if self.size == 1:
@@ -158,12 +158,12 @@ class DistributedRanks(Ranks):
         self.gather(None)
 
     def most(self, number: int) -> int:
-        """The largest of every rank's numbers. Nobody hears of a stop by this: it may come between two checks."""
+        """The largest of all ranks' numbers. Stop requests are not shared here, because this may run between two checks."""
         found = torch.tensor([number])
         dist.all_reduce(found, dist.ReduceOp.MAX)
         return int(found)
 
-    # Stopping
+    # --- Stopping ---
 
     def listen(self, interrupts: StopRequests) -> Callable[[], None]:
         self._interrupts = interrupts
@@ -202,7 +202,7 @@ class DistributedRanks(Ranks):
             self._stopping = signal
             self._interrupts.obey(signal)
 
-    # Work
+    # --- Work ---
 
     def opens_sampler(self, led: bool) -> bool:
         return self.leads or not led
@@ -211,7 +211,7 @@ class DistributedRanks(Ranks):
         return not led
 
     def deal(self, rollouts: Sequence[Rollout]) -> list[Rollout]:
-        """By units, the longest first, each to whom has the fewest tokens so far."""
+        """Deal whole groups or pairs, the longest first, each to the rank with the fewest tokens so far."""
         self._batch = {rollout.id: rollout for rollout in rollouts}
         sizes: dict[str, int] = {}
         for rollout in rollouts:
@@ -259,7 +259,7 @@ class DistributedRanks(Ranks):
         return init_device_mesh(torch.device(device).type, sizes, mesh_dim_names=names)
 
     def _group(self, cluster: Cluster) -> int:
-        """Ranks that share one copy of what is trained."""
+        """The number of ranks that share one copy of the trained weights."""
         if cluster.shard == "full":
             return self.size
         group = cluster.group or int(os.environ.get("LOCAL_WORLD_SIZE", self.size))
@@ -278,9 +278,9 @@ class DistributedRanks(Ranks):
         return ShardedOptimiser(student.trainable(), train, student.outer())
 
     def add_gradients(self, parameters: Sequence[torch.nn.Parameter]) -> None:
-        """Weights of the loss are those of the whole batch, so gradients add up; a rank that trained none of it adds zeros.
+        """Sum gradients over ranks. Loss weights are normalised over the whole batch, so gradients add up; ranks without one add zeros.
 
-        Where no rank has any there is no gradient, as in one process.
+        If no rank has a gradient, none is set, as in one process.
         """
         if not self.most(int(any(parameter.grad is not None for parameter in parameters))):
             return
@@ -300,7 +300,7 @@ class DistributedRanks(Ranks):
     def sampler(self, sampler: TokenSampler | None, led: bool = False) -> TokenSampler:
         return SharedSampler(sampler, self, 1 if led else None)
 
-    # What is known of a batch
+    # --- Facts about a batch ---
 
     def exchange(self, signals: Mapping[str, Signal], hidden: bool) -> dict[str, Signal]:
         told = {name: replace(signal, values=None) if hidden else signal for name, signal in signals.items()}
@@ -340,12 +340,12 @@ class DistributedRanks(Ranks):
             loss, reverse_kl, entropy, mismatch, counts, traces
         )
 
-    # Errors
+    # --- Errors ---
 
     def first_code(self, code: int) -> int | None:
-        """What the first rank to fail ended with; None: this is the first, and the one to tell of it.
+        """The exit code of the first rank to fail; None if this rank is the first and should report the error.
 
-        The store may be one that a rank keeps, which then waits for the others to have asked.
+        The store may live in one rank. That rank then waits until the others have asked.
         """
         try:
             if self._store.add(FAILED, 1) > 1:
@@ -357,7 +357,7 @@ class DistributedRanks(Ranks):
             until = time.monotonic() + LEAVE
             while time.monotonic() < until and self._store.add(LEFT, 0) < self.size - 1:
                 time.sleep(0.05)
-        except dist.DistError:  # it went with its rank
+        except dist.DistError:  # the store ended with its rank
             pass
         return None
 
@@ -367,7 +367,7 @@ def _bytes(value: Any) -> torch.Tensor:
 
 
 def _fill(into: dict[Any, Any], part: Mapping[Any, Any]) -> None:
-    """Nested mappings whose leaves are arrays by rollout; every rank has those of its own."""
+    """Merge nested mappings with arrays by rollout as leaves. Every rank holds the arrays of its own rollouts."""
     for key, value in part.items():
         if isinstance(value, dict):
             _fill(into.setdefault(key, {}), value)
@@ -377,7 +377,7 @@ def _fill(into: dict[Any, Any], part: Mapping[Any, Any]) -> None:
 
 @contextmanager
 def joined_ranks(make: Callable[[Any, int, int, int], DistributedRanks] = DistributedRanks) -> Iterator[Ranks]:
-    """The ranks of a launcher, for as long as a run lasts. One of them tells of an error, and all end."""
+    """The ranks of a launcher, for the duration of a run. On an error, one rank reports it and all ranks end."""
     local = int(os.environ.get("LOCAL_RANK", "0"))
     cuda = torch.cuda.is_available() and local < torch.cuda.device_count()
     if cuda:
@@ -394,11 +394,11 @@ def joined_ranks(make: Callable[[Any, int, int, int], DistributedRanks] = Distri
     try:
         yield ranks
     except Stopped:
-        with suppress(RuntimeError):  # one that has failed meanwhile
-            ranks.barrier()  # the leader saves longest, and a launcher that sees one end soon ends the others
+        with suppress(RuntimeError):  # another rank has failed meanwhile
+            ranks.barrier()  # the leader's save takes longest, and launchers end all ranks soon after one ends
         dist.destroy_process_group()
         raise
-    except Exception as error:  # also a bug: it comes through, and the others hear that somebody tells of it
+    except Exception as error:  # bugs too: the error is raised here, and the other ranks learn that one rank reports it
         lost = isinstance(error, RuntimeError) and _lost(error)
         code = ranks.first_code(error.exit_code if isinstance(error, OpdError) else OpdError.exit_code)
         if code is not None and (lost or isinstance(error, OpdError)):
@@ -414,14 +414,14 @@ def joined_ranks(make: Callable[[Any, int, int, int], DistributedRanks] = Distri
 
 
 def _lost(error: RuntimeError) -> bool:
-    """Of what torch raises, what says that a peer has gone."""
+    """Whether an error of torch means that another rank is gone."""
     return isinstance(error, dist.DistError) or "gloo" in str(error) or "Connection" in str(error)
 
 
-# Where ranks meet: torch's store and gloo's sockets, which listen on every address of a machine unless they are told otherwise.
+# --- Where ranks meet: torch's store and gloo's sockets ---
 #
-# Neither asks for a token, so they stay on loopback where all ranks are on one machine, and otherwise on the network of MASTER_ADDR where that is
-# an address and no name. The store of torchrun is its own, and NCCL's sockets are those of NCCL_SOCKET_IFNAME.
+# By default they listen on every address of a machine, and neither asks for a token. So they stay on loopback if all ranks are on one machine,
+# and otherwise on the network of MASTER_ADDR if that is an IP address. The store of torchrun and NCCL's sockets (NCCL_SOCKET_IFNAME) are not changed.
 
 
 GET_ADDRESS = 0x8915  # SIOCGIFADDR
@@ -430,7 +430,7 @@ LOOPBACK = "127.0.0.1"
 
 
 def meet(patience: timedelta) -> tuple[Any, int, int]:
-    """The store of the ranks that a launcher has started, the number of this one, and how many there are."""
+    """The store of the launcher's ranks, the number of this rank, and the number of ranks."""
     host, rank, size = os.environ["MASTER_ADDR"], int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     alone = os.environ.get("LOCAL_WORLD_SIZE") == str(size)
     if (found := interface_of(LOOPBACK if alone else host)) is not None:
@@ -445,22 +445,22 @@ def _store(host: str, port: int, size: int, patience: timedelta) -> dist.TCPStor
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         listening: int | None = socket.create_server((host, port), family=family).detach()
-    except OSError:  # an address that leads here from elsewhere, and is not this machine's: all of its own
+    except OSError:  # the address is forwarded to this machine and is not its own: listen on all addresses
         listening = None
     return dist.TCPStore(host, port, size, True, timeout=patience, multi_tenant=True, master_listen_fd=listening)
 
 
 def interface_of(host: str) -> str | None:
-    """By which this machine reaches an address; None for a name, which may mean another one on each machine."""
+    """The network interface that reaches an address. None for a name, which may resolve differently on each machine."""
     if not _is_address(host) or ":" in host:
         return None
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as one:
-        with contextlib.suppress(OSError):  # no way leads there
-            one.connect((host, 9))  # nothing is sent
+        with contextlib.suppress(OSError):  # no route to the host
+            one.connect((host, 9))  # sends nothing
         own = one.getsockname()[0]
         loopback = ipaddress.ip_address(own).is_loopback
         for _, name in socket.if_nameindex():
-            with contextlib.suppress(OSError):  # it has no address
+            with contextlib.suppress(OSError):  # the interface has no address
                 found = socket.inet_ntoa(fcntl.ioctl(one, GET_ADDRESS, struct.pack("256s", name.encode()))[20:24])
                 if found == own or (loopback and ipaddress.ip_address(found).is_loopback):
                     return name

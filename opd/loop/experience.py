@@ -1,6 +1,6 @@
-"""What a model makes of a step's answers, written before teachers score them: `rollout.experience`.
+"""A text that a model writes about a step's answers before teachers score them: `rollout.experience`.
 
-It is sampled like an answer and kept in the store like one, so an interrupted run does not ask for it again; never trained on.
+It is sampled and stored like an answer, so an interrupted run does not ask for it again. It is never trained on.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from opd.loop.producer import BatchMaker
 
 
-EXPERIENCE_DRAW = -3  # the sample number that keys "which answers are read?"
+EXPERIENCE_DRAW = -3  # sample number that keys the choice of answers to read
 
 
 def write_experience(
@@ -35,7 +35,7 @@ def write_experience(
     prompts: Mapping[str, Prompt],
     written: Written,
 ) -> tuple[dict[str, Prompt], dict[str, float]]:
-    """The prompts with what was written as a field, where it fits and says anything; and how long it is."""
+    """Add the text to the prompts as a field, if it fits and is not empty. Also returns the text's length as a metric."""
     spec = maker.spec.rollout.experience
     assert spec is not None
     draws = uniforms(request_key(maker.spec.seed, visit.prompt.id, visit.visit, EXPERIENCE_DRAW), 0, len(rollouts))
@@ -49,7 +49,7 @@ def write_experience(
     rescue = maker.spec.rollout.rescue
     sample = (
         maker.spec.rollout.samples * ((rescue.attempts if rescue is not None else 0) + 1) + 1
-    )  # behind rescues and a hint
+    )  # after rescues and a hint
     name = maker.rollouter.rollout_id(visit, sample)
     plan = Planned(
         replace(visit, prompt=asked),

@@ -1,4 +1,4 @@
-"""A student, what it minimises and how it is updated, in one object: the pipeline's, and that of a loop of one's own.
+"""A student, its objective and its optimiser in one object, for the pipeline and for custom loops.
 
 trainer = opd.Trainer(student, opd.Objective({"divergence": "jsd"}, teacher, sampler), {"lr": 2e-4})
 result = trainer.step(trainer.batch(sampler.sample(prompts)))
@@ -43,7 +43,7 @@ from opd.teachers.router import by_teacher
 class Trainer:
     """`train`: a recipe's `train` keys. `teacher_of`: domain -> teacher, so that micro-batches hold one teacher's rollouts.
 
-    `told`: hears of the new size of micro-batches, where memory ran out.
+    `told`: called with the new size of micro-batches after memory ran out.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class Trainer:
         self.learner = Learner(self.ranks.optimiser(student, self.train), trained)
         if self.ranks.size == 1:
             student.graphs = PassGraphs.of(student)
-        self.steps = 0  # the newest
+        self.steps = 0  # the newest step
         self._budget = MicroBudget(self.train.micro_budget, told)
         self._seed, self._teacher_of, self._check_stop = seed, teacher_of or {}, check_stop
 
@@ -81,7 +81,7 @@ class Trainer:
         return f"Trainer({self.student.name!r}, {self.objective!r}, lr={self.train.lr:g}, steps={self.steps})"
 
     def _require_precision(self) -> None:
-        """A student that was loaded by hand is as it was loaded."""
+        """Reject a precision that differs from the one the student was loaded in."""
         half = any(parameter.dtype == torch.bfloat16 for parameter in self.student.module.parameters())
         wanted = WEIGHTS.get(self.train.precision)
         if wanted is not None and (wanted == "bfloat16") != half:
@@ -91,9 +91,9 @@ class Trainer:
             )
 
     def _refuse(self) -> None:
-        """What the terms cannot do with rollouts that are drawn like this.
+        """Reject terms that cannot work with rollouts sampled like this.
 
-        Who writes them and how many answers a prompt gets is seen only in a batch, so a mistake is what is one either way.
+        The writers and the number of answers per prompt are known only in a batch, so only what is a mistake in every case is rejected.
         """
         drawing = self.objective.drawing
         drawn = {
@@ -117,11 +117,11 @@ class Trainer:
 
     @property
     def optimiser(self) -> Optimiser:
-        """The student's."""
+        """The student's optimiser."""
         return self.learner.student
 
     def batch(self, rollouts: Sequence[Rollout], rewards: RewardsById | None = None) -> Batch:
-        """Rollouts, scored by the objective's teachers as its terms need it. `rewards`: by rollout id."""
+        """Rollouts with the teacher scores that the objective's terms need. `rewards`: by rollout id."""
         if not rewards and any(term.needs().rewards for term in self.objective.terms):
             raise UserError("the objective uses rewards. Give them: trainer.batch(rollouts, {rollout.id: reward, …})")
         signals: dict[tuple[str, SignalKind], dict[str, Signal]] = {}
@@ -134,7 +134,7 @@ class Trainer:
         return Batch(rollouts, signals, rewards or {})
 
     def _teacher(self, role: str, domain: str) -> str:
-        """The only one of its role, or the one named after the domain."""
+        """The only teacher of its role, or the one named after the domain."""
         names = [name for name, teacher in self.objective.teachers.items() if teacher.role == role]
         if len(names) != 1 and domain not in names:
             known = ", ".join(names) or "none"
@@ -142,7 +142,7 @@ class Trainer:
         return names[0] if len(names) == 1 else domain
 
     def step(self, batch: Batch, step: int | None = None) -> StepResult:
-        """Train on one scored batch: `.loss`, `.metrics` and more of the result say how it went. `step` counts from 1, for schedules; by itself it goes up by one."""
+        """Train on one scored batch and return a result with `.loss`, `.metrics` and more. `step` counts from 1, for schedules; by default it increases by one per call."""
         if not isinstance(batch, Batch):
             raise UserError(f"trainer.step: expected trainer.batch(rollouts), got {shortened(batch)}.")
         self.steps = self.steps + 1 if step is None else step
@@ -164,9 +164,9 @@ class Trainer:
 
 
 class Learner:
-    """Everything that a step trains: the student, which is always there, and modules by name. `train_step` calls it as one optimiser.
+    """Everything that a step trains: the student, and optional modules by name. `train_step` uses it as one optimiser.
 
-    Each part has its own optimiser, learning rate and clipping. No part is updated unless the gradients of all are finite.
+    Each part has its own optimiser, learning rate and clipping. No part is updated unless all gradients are finite.
     """
 
     def __init__(self, student: Optimiser, modules: Mapping[str, ModuleUpdates] | None = None) -> None:
@@ -177,13 +177,13 @@ class Learner:
         return self.student.updates
 
     def clip(self) -> float:
-        """The norm of the student's gradient; those of modules are kept until `step`."""
+        """Clip all gradients. Returns the norm of the student's; those of modules are kept until `step`."""
         for module in self.modules.values():
             module.clip()
         return self.student.clip()
 
     def step(self, step: int) -> float:
-        """Apply the gradients of all; returns the student's learning rate."""
+        """Apply all gradients; returns the student's learning rate."""
         for name, module in self.modules.items():
             if not math.isfinite(module.norm):
                 self.discard()
@@ -201,13 +201,13 @@ class Learner:
             module.discard()
 
     def finite(self) -> bool:
-        """Whether all weights of modules are numbers."""
+        """Whether all weights of modules are finite."""
         tensors = (tensor for module in self.modules.values() for tensor in module.module.parameters().values())
         return all(bool(torch.isfinite(tensor).all()) for tensor in tensors)
 
 
 class ModuleUpdates:
-    """How one module is updated. Every rank has all of it, and all apply the same sum of gradients."""
+    """The update of one module. Every rank holds the whole module and applies the same sum of gradients."""
 
     def __init__(self, module: Module, kind: ModuleKind, train: Train, ranks: Ranks) -> None:
         self.module, self._every, self._ranks = module, kind.every, ranks
@@ -215,7 +215,7 @@ class ModuleUpdates:
         weights = {name: weight for name, weight in module.parameters().items() if weight.requires_grad}
         self.optimiser = Optimiser(weights, spec)
         self._weights = list(weights.values())
-        self.norm = 0.0  # of the newest gradient, before it was clipped
+        self.norm = 0.0  # norm of the newest gradient before clipping
 
     def clip(self) -> float:
         self._ranks.add_gradients(self._weights)
@@ -233,19 +233,19 @@ class ModuleUpdates:
         self.optimiser.discard()
 
 
-# An optimiser of any kind, with masters, warm-up, a schedule and gradient clipping.
+# --- Optimisers, with fp32 masters, warm-up, a schedule and gradient clipping ---
 
 
-MASTER = "master"  # of a checkpoint's tensors: NAME.master beside NAME.exp_avg
-_HOOKS = WeakIdKeyDictionary()  # a weight of half precision -> what gives its gradients to the newest optimiser
+MASTER = "master"  # suffix of a checkpoint's tensors: NAME.master next to NAME.exp_avg
+_HOOKS = WeakIdKeyDictionary()  # half-precision weight -> hook that passes its gradients to the newest optimiser
 
 
 class Optimiser:
-    """Weights of half precision are computed with, and trained through fp32 masters of theirs.
+    """Computes with half-precision weights and trains their fp32 masters.
 
-    Their gradients are taken over as each micro-batch gives them, and added up in fp32. Weights that are fp32 themselves,
-    LoRA's among them, are their own masters. `train.precision: bfloat16` trains half weights as they are. `outer`: names of
-    embeddings and the head, which some kinds of optimiser update differently.
+    Gradients of each micro-batch are moved to the masters and summed in fp32. Weights that are fp32 already, such as LoRA's, are their
+    own masters. `train.precision: bfloat16` trains half-precision weights directly. `outer`: names of embeddings and the head, which
+    some kinds of optimiser update differently.
     """
 
     sharded: ClassVar[bool] = False
@@ -264,9 +264,9 @@ class Optimiser:
             for name, parameter in parameters.items()
         }
         self._hooks = {name: self._hook(parameter, self._masters[name]) for name, parameter in self._halves.items()}
-        self.updates = 0  # applied so far
+        self.updates = 0  # updates applied so far
         self.kind = spec.optimiser
-        self._rules = self.kind.open(self._weights(frozenset(outer)))  # of torch: together they update every weight
+        self._rules = self.kind.open(self._weights(frozenset(outer)))  # of torch; together they update every weight
         owners = {id(master): name for name, master in self._masters.items()}
         updated = [id(master) for rule in self._rules for group in rule.param_groups for master in group["params"]]
         if sorted(updated) != sorted(owners):
@@ -290,7 +290,7 @@ class Optimiser:
         )  # fmt: skip
 
     def clip(self) -> float:
-        """The gradient norm, after which gradients are at most `clip` long."""
+        """Clip the gradients to norm `clip`; returns the norm before."""
         if any(_HOOKS[parameter] is not self._hooks[name] for name, parameter in self._halves.items()):
             raise UserError(
                 "another optimiser has been made for these weights, and it gets their gradients now. Go on with that one, "
@@ -309,15 +309,15 @@ class Optimiser:
 
     @staticmethod
     def _here(tensor: torch.Tensor) -> torch.Tensor:
-        """What this process has of a weight: all of it, unless weights are spread over ranks."""
+        """This process's part of a weight: all of it, unless weights are sharded."""
         return tensor
 
     def _whole(self, name: str, rows: torch.Tensor) -> torch.Tensor:
-        """The tensor of which this process has these rows, as it has of the weight. On ranks all have to ask."""
+        """The whole tensor, from this process's rows of it. All ranks must call this."""
         return rows
 
     def _part(self, tensor: torch.Tensor, owner: nn.Parameter) -> torch.Tensor:
-        """What this process keeps of a whole tensor that belongs to a weight."""
+        """This process's part of a whole tensor that belongs to a weight."""
         return tensor
 
     def step(self, step: int) -> float:
@@ -325,7 +325,7 @@ class Optimiser:
         rate = learning_rate(step, self._spec)
         for rule in self._rules:
             for group in rule.param_groups:
-                if isinstance(group["lr"], torch.Tensor):  # torchao's
+                if isinstance(group["lr"], torch.Tensor):  # torchao's learning rates are tensors
                     group["lr"].fill_(rate)
                 else:
                     group["lr"] = rate
@@ -337,20 +337,20 @@ class Optimiser:
 
     @torch.no_grad()
     def _round(self) -> None:
-        """The weights to compute with, from their masters; in place, so that a sampler goes on sharing them."""
+        """Round the masters into the weights that compute, in place, so that a sampler keeps sharing them."""
         if self._halves:
             halves = [self._here(half) for half in self._halves.values()]
             torch._foreach_copy_(halves, [self._masters[name] for name in self._halves])
 
     def gradients(self, names: Iterable[str]) -> list[torch.Tensor]:
-        """Of these weights, as they are now: what this process has of them."""
+        """The current gradients of these weights: this process's part of each."""
         owners = [self._masters[name] if name in self._halves else self._parameters[name] for name in names]
         return [
             torch.zeros_like(self._here(owner)) if owner.grad is None else self._here(owner.grad) for owner in owners
         ]
 
     def discard(self) -> None:
-        """Forget the gradients of an update that must not be applied, those that no master has taken over among them."""
+        """Drop the gradients of an update that must not be applied, including those not yet moved to a master."""
         for rule in self._rules:
             rule.zero_grad(set_to_none=True)
         for parameter in self._parameters.values():
@@ -366,10 +366,10 @@ class Optimiser:
         return found
 
     def restore(self, tensors: Mapping[str, torch.Tensor], updates: int) -> None:
-        """Take over what `tensors` gave, bit for bit."""
+        """Restore the result of `tensors`, bit for bit."""
         keys = self._owners(tensors)
         with torch.no_grad():
-            for name, half in self._halves.items():  # where the checkpoint has none: saved in another precision
+            for name, half in self._halves.items():  # a checkpoint of another precision has no masters
                 self._masters[name].copy_(self._here(half))
             states: dict[str, dict[str, torch.Tensor]] = {}
             for name, (owner, key) in keys.items():
@@ -385,7 +385,7 @@ class Optimiser:
         self.updates = updates
 
     def _owners(self, names: Iterable[str]) -> dict[str, tuple[str, str]]:
-        """Name of a checkpoint's tensor -> the weight that it belongs to, and what of it; a moment may have several tensors."""
+        """Name of a checkpoint's tensor -> (weight, kind of tensor). A moment may have several tensors."""
         found = {}
         for name in names:
             owner, _, key = name.rpartition(".")
@@ -401,7 +401,7 @@ class Optimiser:
 
     @classmethod
     def _hook(cls, half: nn.Parameter, master: nn.Parameter) -> RemovableHandle:
-        """A gradient goes to one master only, so an optimiser made earlier loses this weight."""
+        """Pass gradients to this master only. An optimiser created earlier loses the weight."""
         if half in _HOOKS:
             _HOOKS[half].remove()
         handle = half.register_post_accumulate_grad_hook(partial(_take_over, weakref.ref(master), cls._here))
@@ -412,7 +412,7 @@ class Optimiser:
 def _take_over(
     master: weakref.ref[nn.Parameter], here: Callable[[torch.Tensor], torch.Tensor], half: nn.Parameter
 ) -> None:
-    """The gradient that a weight has just got goes to its master, as long as there is one."""
+    """Move a weight's new gradient to its master, while the master exists."""
     owner = master()
     if owner is None or half.grad is None:
         return
@@ -422,7 +422,7 @@ def _take_over(
 
 
 def shorten(parameters: list[nn.Parameter], limit: float, total: torch.Tensor) -> float:
-    """Gradients of norm `total` to `limit` at most; shorter ones, which torch would multiply by one, are left alone."""
+    """Scale gradients of norm `total` down to norm `limit`. Smaller ones are not multiplied at all; torch would multiply them by 1."""
     if limit / (total + 1e-6) < 1:
         nn.utils.clip_grads_with_norm_(parameters, limit, total)
     return float(total)
@@ -444,10 +444,10 @@ def learning_rate(step: int, spec: Train) -> float:
     return spec.lr
 
 
-# The same over weights that are spread over ranks: each rank keeps masters and moments of its own part alone.
+# --- The same over sharded weights: each rank keeps masters and moments of its own part only ---
 #
-# Masters are plain tensors, the rank's rows of each weight: what is done to every weight one by one takes no detour through
-# the bookkeeping of distributed tensors, which for hundreds of weights costs more than the arithmetic.
+# Masters are plain tensors: the rank's rows of each weight. For hundreds of weights, the bookkeeping of distributed tensors would
+# cost more than the arithmetic.
 
 
 class ShardedOptimiser(Optimiser):
@@ -458,12 +458,12 @@ class ShardedOptimiser(Optimiser):
         return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
     def _own(self, parameter: nn.Parameter) -> nn.Parameter:
-        """The same memory."""
+        """The same memory as a plain tensor."""
         return nn.Parameter(self._here(parameter.detach()))
 
     @torch.no_grad()
     def _clip(self, limit: float) -> float:
-        """By the norm over all ranks of a group; other groups have the same gradients."""
+        """Clip by the norm over all ranks of a group. Other groups have the same gradients."""
         for name, parameter in self._parameters.items():
             if name not in self._halves:
                 self._take_gradient(name, parameter)
@@ -474,7 +474,7 @@ class ShardedOptimiser(Optimiser):
         return shorten(masters, limit, squared.sqrt())
 
     def _take_gradient(self, name: str, parameter: nn.Parameter) -> None:
-        """Of a weight that is its own master: of that, this rank's rows."""
+        """For a weight that is its own master: take this rank's rows of the gradient."""
         master, rows = self._masters[name], self._here(parameter.detach())
         if rows.numel() and rows.data_ptr() != master.data_ptr():
             raise RuntimeError(f"the rows of {name} lie elsewhere than when its optimiser was made")
@@ -484,7 +484,7 @@ class ShardedOptimiser(Optimiser):
         return self._here(shard_of(tensor.to(owner.device), owner)) if tensor.ndim else tensor
 
     def tensors(self) -> dict[str, Tensor]:
-        """As distributed ones, for whoever gathers them."""
+        """Distributed tensors, for the caller to gather."""
         found = super().tensors()
         return {key: self._spread(owner, found[key]) for key, (owner, _) in self._owners(found).items()}
 
@@ -496,9 +496,7 @@ class ShardedOptimiser(Optimiser):
         if not tensor.ndim:
             return tensor
         assert isinstance(owner, DTensor)
-        shape = torch.Size(
-            (owner.shape[0], *tensor.shape[1:])
-        )  # rows are its own, and may be shorter than the weight's
+        shape = torch.Size((owner.shape[0], *tensor.shape[1:]))  # a rank's rows may be shorter than the weight's
         return DTensor.from_local(
             tensor, owner.device_mesh, owner.placements, run_check=False, shape=shape, stride=_stride(shape)
         )
@@ -510,5 +508,5 @@ class ShardedOptimiser(Optimiser):
 
 
 def _stride(shape: Sequence[int]) -> tuple[int, ...]:
-    """Of a contiguous tensor."""
+    """The strides of a contiguous tensor."""
     return tuple(math.prod(shape[place + 1 :]) for place in range(len(shape)))

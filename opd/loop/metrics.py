@@ -1,4 +1,4 @@
-"""One step's facts: how long each phase took, and what went into `metrics.jsonl`."""
+"""One step's facts: the time of each phase, and the line in `metrics.jsonl`."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     from opd.recipe.stage import Log
 
 
-BINS = 10  # of confidence
-FEWEST = 100  # tokens of which 1 % can be told
-PAIRS = 65_536  # pairs of tokens that are counted: the share of distinct ones depends on how many there are
+BINS = 10  # number of confidence bins
+FEWEST = 100  # the fewest tokens of which 1 % is meaningful
+PAIRS = 65_536  # pairs of tokens that are counted; the share of distinct ones depends on this number
 
 
 class Clock:
@@ -46,7 +46,7 @@ class Clock:
 
 @dataclass
 class StepReport:
-    """What a step leaves to be written down."""
+    """What a step leaves for the reports."""
 
     metrics: dict[str, Any]
     written: Written
@@ -60,8 +60,8 @@ def step_metrics(
 ) -> dict[str, Any]:  # fmt: skip
     """The line for `metrics.jsonl`. `reverse_kl` is in nats per token, over the tokens the teacher scored.
 
-    `entropy` is exact, over the tokens at which a term compared distributions; `entropy_sampled` is the mean of -log p of the
-    student's sampled tokens, where there is no exact one.
+    `entropy` is exact, over the tokens at which a term compared distributions. `entropy_sampled` is the mean of -log p of the
+    student's sampled tokens, used when there is no exact value.
     """
     lengths = np.array([rollout.response_ids.size for rollout in rollouts])
     sampled = [rollout for rollout in rollouts if (rollout.author != Author.DATA).any()]
@@ -85,7 +85,7 @@ def step_metrics(
     divergences = _joined(list(joined.values()))
     metrics["reverse_kl"] = _mean(divergences)
     metrics["entropy"] = _mean(_joined([found.entropy for _, found in statistics]))
-    if metrics["entropy"] is None and sampled:  # no term looked at whole distributions: an estimate
+    if metrics["entropy"] is None and sampled:  # no term compared whole distributions: estimate it
         metrics["entropy_sampled"] = _mean(
             np.concatenate([-rollout.logprob[rollout.author == Author.STUDENT] for rollout in sampled])
         )
@@ -109,7 +109,7 @@ def step_metrics(
 
 
 def spread_metrics(divergences: np.ndarray, mismatch: np.ndarray, sampled: Sequence[Rollout]) -> dict[str, float]:
-    """What a mean does not show: a few tokens that hold most of the KL, ratios far from 1, answers that are all alike."""
+    """What a mean hides: a few tokens with most of the KL, ratios far from 1, and answers that are all alike."""
     found: dict[str, float] = {}
     sizes = np.abs(divergences[~np.isnan(divergences)])
     if sizes.size >= FEWEST and sizes.sum() > 0:
@@ -127,7 +127,7 @@ def spread_metrics(divergences: np.ndarray, mismatch: np.ndarray, sampled: Seque
 
 
 def dominance(ids: np.ndarray, divergences: np.ndarray) -> dict[str, float]:
-    """How much more of the KL one token holds than its share of the text: of the one for which that is most."""
+    """The largest difference between a token's share of the KL and its share of the text."""
     known = ~np.isnan(divergences)
     sizes = np.abs(divergences[known])
     if sizes.size < FEWEST or not sizes.sum() > 0:
@@ -140,9 +140,7 @@ def dominance(ids: np.ndarray, divergences: np.ndarray) -> dict[str, float]:
 def calibration_error(rollouts: Sequence[Rollout], rewards: Mapping[str, float | None]) -> dict[str, float]:
     """How far the student's confidence in its answers is from how often they are right, over tenths of confidence."""
     own = [rollout for rollout in rollouts if rollout.logprob.size and (rollout.author == Author.STUDENT).all()]
-    sure = [
-        rollout for rollout in own if not np.isnan(rollout.logprob).any()
-    ]  # drawn behind another prompt: nobody knows
+    sure = [rollout for rollout in own if not np.isnan(rollout.logprob).any()]  # drawn under another prompt: unknown
     known = [(rollout, reward) for rollout in sure if (reward := rewards.get(rollout.id)) is not None]
     if len(known) < BINS:
         return {}
@@ -154,14 +152,14 @@ def calibration_error(rollouts: Sequence[Rollout], rewards: Mapping[str, float |
 
 
 def _shares(counts: Sequence[Mapping[str, tuple[int, int]]]) -> dict[str, float]:
-    """Clipped and corrected shares of tokens, over all micro-batches."""
+    """Shares of clipped and corrected tokens, over all micro-batches."""
     names = dict.fromkeys(name for found in counts for name in found)
     totals = {name: [sum(found.get(name, (0, 0))[side] for found in counts) for side in (0, 1)] for name in names}
     return {name: changed / max(every, 1) for name, (changed, every) in totals.items()}
 
 
 def _joined(parts: Sequence[np.ndarray]) -> np.ndarray:
-    """Nothing was trained on in a step that only scores."""
+    """Join arrays. A step that only scores has none."""
     return np.concatenate(parts) if parts else np.zeros(0)
 
 
@@ -170,11 +168,11 @@ def _mean(values: np.ndarray) -> float | None:
     return float(known.mean()) if known.size else None
 
 
-# Which completions of a step are written down, so that one can read what the numbers mean: `log.samples`.
+# --- Which completions of a step are written down: `log.samples` ---
 
 
 def sampled_ids(log: Log, batch: Batch, step: int) -> frozenset[str]:
-    """Of the rollouts that a step trains on, a few per domain, the newest first; none in most steps."""
+    """A few per domain of the rollouts that a step trains on, the newest first. Empty in most steps."""
     if not log.samples or (step - 1) % log.samples_every:
         return frozenset()
     domains = {rollout.id: rollout.domain for rollout in batch.rollouts}
@@ -183,7 +181,7 @@ def sampled_ids(log: Log, batch: Batch, step: int) -> frozenset[str]:
 
 
 def few_per_domain(items: Iterable[tuple[str, str]], count: int) -> list[str]:
-    """The first ids of every domain, in their order. `items`: (id, domain)."""
+    """The first ids of every domain, in order. `items`: (id, domain)."""
     seen: Counter[str] = Counter()
     kept = []
     for name, domain in items:
@@ -194,20 +192,20 @@ def few_per_domain(items: Iterable[tuple[str, str]], count: int) -> list[str]:
 
 
 def traces_of(statistics: Sequence[tuple[Pack, TokenStatistics]]) -> dict[str, Trace]:
-    """Rollouts token by token, where the batch asked for it; as the first update saw them."""
+    """Token-by-token traces of the rollouts that the batch asked for, as of the first update."""
     return {name: trace for _, found in reversed(statistics) for name, trace in found.traces.items()}
 
 
-# What a step gives back.
+# --- The result of a step ---
 
 
 @dataclass(repr=False)
 class StepResult:
-    """What a step did. By hand: `result.loss`, or all that is known as `result.metrics`, by the names of metrics.jsonl."""
+    """The result of a step: `result.loss`, and all metrics as `result.metrics`, with the names of metrics.jsonl."""
 
-    measured: dict[str, float]  # by gates and other parts of terms
+    measured: dict[str, float]  # values from gates and other parts of terms
     statistics: list[tuple[Pack, TokenStatistics]] = field(default_factory=list)  # of every micro-batch
-    norms: list[float] = field(default_factory=list)  # of the gradient, one per update
+    norms: list[float] = field(default_factory=list)  # gradient norm of each update
     rate: float = 0.0
     step: int = 0
 
@@ -222,7 +220,7 @@ class StepResult:
 
     @property
     def loss(self) -> float:
-        """Of the batch: the mean over updates, if there were several."""
+        """The loss of the batch: the mean over updates, if there were several."""
         return float(self.metrics.get("loss", 0.0))
 
     def __repr__(self) -> str:

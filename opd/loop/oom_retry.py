@@ -1,4 +1,4 @@
-"""Micro-batches and their budget, which is halved when memory runs out; what was under way is repeated from its beginning."""
+"""Micro-batches and their token budget. When memory runs out, the budget is halved and the attempt is repeated from the start."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ def micro_batches(
 
 
 class MicroBudget:
-    """Tokens of one micro-batch. `told` hears of a new budget."""
+    """Tokens of one micro-batch. `told`: called with a new budget."""
 
     def __init__(self, tokens: int, told: Callable[[int], None] = lambda tokens: None) -> None:
         self.tokens, self._told = tokens, told
 
     def repeat(self, attempt: Callable[[], T], undo: Callable[[], None], rollouts: Sequence[Rollout]) -> T:
-        """What `attempt` gives, with a budget that it fits into. `undo`: forget what it did before it failed.
+        """Run `attempt` with a budget that fits into memory. `undo`: discards the effects of a failed attempt.
 
-        A gradient of the failed pass may be there for some weights and not for others, so the whole attempt begins again.
+        A failed pass may leave gradients for some weights and not for others, so the whole attempt is repeated.
         """
         while True:
             try:
@@ -47,7 +47,7 @@ class MicroBudget:
                 if smaller is None:
                     raise
                 why = str(error).splitlines()[0][:200]
-            undo()  # out here, where the failed pass's tensors are held by no traceback any more
+            undo()  # outside the handler: no traceback holds the failed pass's tensors any more
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()
             log.warning("memory ran out: micro_tokens %s -> %s, and again (%s)", self.tokens, smaller, why)
@@ -55,7 +55,7 @@ class MicroBudget:
             self._told(smaller)
 
     def _smaller(self, rollouts: Sequence[Rollout]) -> int | None:
-        """The next half that cuts these rollouts further; None: they lie one by one already."""
+        """The next half that splits these rollouts further; None if each is already alone."""
         batches, tokens = self._batches(rollouts, self.tokens), self.tokens // 2
         while tokens and self._batches(rollouts, tokens) == batches:
             tokens //= 2
@@ -67,11 +67,11 @@ class MicroBudget:
 
 
 def once(attempt: Callable[[], T], undo: Callable[[], None], rollouts: Sequence[Rollout]) -> T:
-    """`MicroBudget.repeat` for those who cannot repeat anything by themselves."""
+    """`MicroBudget.repeat` for callers that cannot repeat an attempt on their own."""
     return attempt()
 
 
-# Out of memory, said in one sentence: where, and which knob helps.
+# --- Out of memory, in one sentence: which phase, and which setting helps ---
 
 
 KNOBS = {

@@ -1,4 +1,4 @@
-"""What the steps of a stage work with. `runner.stage.open_stage` puts it together; no part knows who did."""
+"""The objects that the steps of a stage use. `runner.stage.open_stage` creates them."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ class StageParts:
     device: torch.device
     store: RolloutStore
     sources: Sequence[Source]
-    questions: Mapping[str, list[Question]]  # held out, by domain
+    questions: Mapping[str, list[Question]]  # held-out prompts, by domain
     room: int  # tokens that a prompt may have in the sampler
     stream: PromptStream
     student: LanguageModel
     teachers: Mapping[str, TeacherLike]
     stop_ids: tuple[int, ...]
-    teacher_of: Mapping[str, str]  # domain -> teacher, where one scores all of it
+    teacher_of: Mapping[str, str]  # domain -> teacher, if one teacher scores the whole domain
     samplers: Samplers
     rollouter: Rollouter
     rewards: RolloutRewards
@@ -52,7 +52,7 @@ class StageParts:
 
     @property
     def place(self) -> str:
-        """Where it works, in words."""
+        """Where the stage runs, for messages."""
         return f"{self.device}{self.ranks.title}"
 
     @property
@@ -65,14 +65,14 @@ class StageParts:
 
     @property
     def engine(self) -> TokenSampler:
-        """What the student samples with."""
+        """The student's sampler."""
         return self.samplers.student
 
     def text(self, rollout: Rollout) -> str:
         return self.rewards.text(rollout)
 
     def publish(self, version: int | None = None, step: int | None = None) -> None:
-        """The samplers get the weights as they are now; after a step, teachers that follow the student see them, too."""
+        """Publish the current weights to the samplers, and after a step also to teachers that follow the student."""
         weights = self.samplers.weights_of(self.student, self.samplers.version + 1 if version is None else version)
         self.samplers.load(weights)
         if step is not None:
@@ -81,7 +81,7 @@ class StageParts:
                 teacher.observe(step, weights)
 
     def close(self) -> None:
-        """End what runs alongside this process or its first thread, or is connected to another."""
+        """Stop all threads, processes and connections of the stage."""
         self.producer.close()
         self.rewards.rewarder.close()
         self.samplers.close()

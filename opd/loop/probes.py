@@ -1,4 +1,4 @@
-"""Probes that monitors ask for behind a step: gradients of single domains, and a teacher that goes on behind the student's words.
+"""Probes that monitors run after a step: gradients of single domains, and teachers that continue the student's answers.
 
 They read weights and change nothing, so a run trains to the same bits with or without them.
 """
@@ -33,15 +33,15 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-VISIT = -4  # keys draws that nothing else makes
+VISIT = -4  # keys draws that nothing else uses
 PHASE = "probe"
-COMPARED = 1_000_000  # numbers of a gradient that are compared, at most
+COMPARED = 1_000_000  # the most numbers of a gradient that are compared
 LAYER = re.compile(r"\.(\d+)\.")
 
 
 @dataclass(frozen=True)
 class TrainedStep:
-    """A step that has just been trained on."""
+    """A step that has just been trained."""
 
     parts: StageParts
     step: int
@@ -52,7 +52,7 @@ class TrainedStep:
     def evaluates(self) -> bool:
         return bool(self.parts.spec.eval.every and self.parts.spec.eval.prompts)
 
-    # Gradients
+    # --- Gradients ---
 
     def cosines(self, answers: int) -> dict[str, float]:
         if len(set(self.batch.owners.values())) < 2:
@@ -71,7 +71,7 @@ class TrainedStep:
             }
 
     def _cosines_on_ranks(self, answers: int) -> dict[str, float]:
-        """Each rank has rows of the gradient, and products of vectors add up. Groups that are replicas add the same, which cancels."""
+        """Each rank holds rows of the gradient, and dot products add up. Replica groups add the same values, which cancel in the cosine."""
         found = {domain: self._rows(chosen) for domain, chosen in self._by_domain(answers).items()}
         whole = torch.stack(list(found.values())).sum(0)
         pairs = {domain: (rows, whole - rows) for domain, rows in found.items()}
@@ -83,7 +83,7 @@ class TrainedStep:
         return {name: float(both / max((own * other) ** 0.5, 1e-30)) for name, (both, own, other) in known.items()}
 
     def _rows(self, rollouts: Sequence[Rollout]) -> Tensor:
-        """Of the same gradient, what this rank has of it. Teachers' hidden states are on the rank that trained on them."""
+        """This rank's rows of the same gradient. Teachers' hidden states are on the rank that trained on them."""
         parts, train, student = self.parts, self.parts.spec.train, self.parts.student
         mine = {rollout.id for rollout in parts.ranks.deal(self.batch.rollouts)}
         batch = Batch(rollouts, self.batch.signals, self.batch.rewards, owners=self.batch.owners)
@@ -120,7 +120,7 @@ class TrainedStep:
         return chosen
 
     def _gradient(self, rollouts: Sequence[Rollout]) -> Tensor:
-        """Of the objective on these alone, with respect to the last layer; of many weights every so many."""
+        """The gradient of the objective on these rollouts alone, with respect to the last layer, subsampled if it is large."""
         parts, train = self.parts, self.parts.spec.train
         student, weights = parts.student, list(last_layer(parts.student.trainable()).values())
         stride = -(-sum(weight.numel() for weight in weights) // COMPARED)
@@ -143,11 +143,11 @@ class TrainedStep:
             parts.context.check_stop()
         return total
 
-    # What teachers have said of the answers
+    # --- What teachers say about the answers ---
 
     def teachers_calibration(self, answers: int) -> dict[str, float]:
         known = self._rewarded(answers)
-        if not known or self.parts.scorer.pager is not None:  # their heads are not here any more
+        if not known or self.parts.scorer.pager is not None:  # their heads are no longer in memory
             return {}
         with self.clock(PHASE):
             said = self._logprobs(known)
@@ -155,7 +155,7 @@ class TrainedStep:
         return {f"{name}/teacher": value for name, value in calibration_error(whole, self.batch.rewards).items()}
 
     def _logprobs(self, rollouts: Sequence[Rollout]) -> dict[str, np.ndarray]:
-        """Of the response tokens, where the teacher has read all of them, and with the student's tokenizer."""
+        """The teacher's log-probs of the response tokens, if it has read all of them with the student's tokenizer."""
         said = self.batch.signals.get(("teacher", "logprobs_at"))
         if said is not None:
             values = {rollout.id: np.asarray(said[rollout.id].values, dtype=np.float32) for rollout in rollouts}
@@ -164,19 +164,19 @@ class TrainedStep:
         by_teacher: dict[str, list[Rollout]] = {}
         for rollout in (rollout for rollout in rollouts if rollout.id in hidden):
             signal = hidden[rollout.id]
-            if signal.values is None:  # on another rank
+            if signal.values is None:  # the values are on another rank
                 continue
             offered = "logprobs_at" in self.parts.teachers[signal.teacher].offers
             if offered and signal.crossed is None and signal.mask.all():
                 by_teacher.setdefault(signal.teacher, []).append(rollout)
         found: dict[str, np.ndarray] = {}
-        for name, mine in by_teacher.items():  # it reads nothing again: log-probs follow from hidden states
+        for name, mine in by_teacher.items():  # log-probs follow from hidden states, without reading again
             signals = self.parts.teachers[name].score(mine, SignalNeed("logprobs_at", hidden=hidden))
             found |= {rollout.id: np.asarray(one.values) for rollout, one in zip(mine, signals, strict=True)}
         told = {name: value for part in self.parts.ranks.gather(found) for name, value in part.items()}
         return {rollout.id: told[rollout.id] for rollout in rollouts if rollout.id in told}
 
-    # Taking over
+    # --- Teachers that take over an answer ---
 
     def taken_over(self, answers: int, depth: float) -> dict[str, float]:
         asked = self._taken(answers)
@@ -188,12 +188,12 @@ class TrainedStep:
         return {"takeover/first": first, "takeover/late": late} if not np.isnan(first + late) else {}
 
     def _taken(self, answers: int) -> list[tuple[Rollout, np.ndarray]]:
-        """Each with what its teacher reads in front of it."""
+        """Each answer with the prompt that its teacher reads."""
         found = [(rollout, self._read(rollout)) for rollout in self._rewarded(answers)]
         return [(rollout, ids) for rollout, ids in found if ids is not None]
 
     def _rewarded(self, answers: int) -> list[Rollout]:
-        """Answers of the student that have a teacher and a reward, evenly out of the step."""
+        """Answers of the student that have a teacher and a reward, spread evenly over the step."""
         known = [
             rollout
             for rollout in self.batch.rollouts
@@ -204,7 +204,7 @@ class TrainedStep:
         return known[:: max(1, len(known) // answers)][:answers]
 
     def _read(self, rollout: Rollout) -> np.ndarray | None:
-        """None: it reads nothing, with another tokenizer, or more than there is room for."""
+        """The prompt that the teacher reads. None if it reads nothing, uses another tokenizer, or would not fit."""
         parts, prompts = self.parts, self.batch.prompts
         name = parts.scorer.teacher_for(prompts[rollout.prompt_id])
         groups = parts.scorer.groups_for(name, {rollout.group: self.batch.groups[rollout.group]})
@@ -220,7 +220,7 @@ class TrainedStep:
         )
 
     def _gain(self, asked: Sequence[tuple[Rollout, np.ndarray]], depth: float) -> float:
-        """How much more often teachers are right behind this part of the student's answers than the student was."""
+        """How much more often teachers are right than the student was, when they continue after this part of the student's answers."""
         parts, prompts = self.parts, self.batch.prompts
         by_teacher: dict[str, list[SampleRequest]] = {}
         for rollout, ids in asked:
@@ -245,9 +245,9 @@ class TrainedStep:
 
 
 def take_probes(probe: TrainedStep) -> dict[str, float]:
-    """What the monitors of a stage want to know beyond its metrics. Ranks measure together, or none of them."""
+    """Measurements that the monitors of a stage need beyond its metrics. Either all ranks measure, or none."""
     parts = probe.parts
-    graphs, parts.student.graphs = parts.student.graphs, None  # which passes are recorded is for training to say
+    graphs, parts.student.graphs = parts.student.graphs, None  # only training decides which passes are recorded
     try:
         return {name: value for monitor in parts.spec.monitors.watch for name, value in monitor.measure(probe).items()}
     except torch.OutOfMemoryError as error:
@@ -262,7 +262,7 @@ def take_probes(probe: TrainedStep) -> dict[str, float]:
 
 
 def last_layer(parameters: Mapping[str, nn.Parameter]) -> dict[str, nn.Parameter]:
-    """What a pass backwards reaches first; all of them, where layers have no numbers."""
+    """The parameters that a backward pass reaches first; all of them if layers have no numbers."""
     numbers = {name: int(found[0]) for name in parameters if (found := LAYER.findall(name))}
     last = max(numbers.values(), default=None)
     return {name: parameter for name, parameter in parameters.items() if numbers.get(name) == last}

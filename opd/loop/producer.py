@@ -1,12 +1,12 @@
-"""Where the batch of a step comes from: sampled when it is asked for, or ahead of training (`rollout.staleness`).
+"""Produces the batch of a step, when it is requested or ahead of training (`rollout.staleness`).
 
     inline   prompts -> sample -> store -> reward -> batch
-    ahead    the same in two other threads; batches come in the order of the stream, whoever is faster:
-             sampler   prompts -> sample -> store      a batch k once k <= steps trained + 1 + staleness: gated, never dropped
+    ahead    the same in two other threads; batches arrive in the order of the stream, whichever is finished first:
+             sampler   prompts -> sample -> store      starts batch k once k <= steps trained + 1 + staleness: waits, never drops
              finisher  store -> reward -> score        one batch after the other; scores at most one batch ahead
 
-Everything goes through the store. The position of stream and store that a checkpoint keeps is where the batch ends that the
-trainer took last, so resumed runs know nothing of all this: what was sampled ahead is found in the store.
+Everything goes through the store. A checkpoint keeps the position of stream and store at the end of the batch that the trainer took
+last. So a resumed run needs no special handling: it finds what was sampled ahead in the store.
 """
 
 from __future__ import annotations
@@ -42,24 +42,24 @@ from opd.records import Author, Prompt, Rollout, Visit
 from opd.rollouts.rollouter import Rollouter, as_trained
 from opd.store import RolloutStore
 
-POLL = 0.05  # seconds between two looks at whether the run is to stop
+POLL = 0.05  # seconds between checks for a stop
 
 
 class Producer(Protocol):
-    """Gives one batch per step."""
+    """Produces one batch per step."""
 
     def next(self, step: int, clock: Clock) -> Batch:
-        """The batch of this step: rewarded, and scored if that could be done ahead."""
+        """The batch of this step: rewarded, and scored if that was possible ahead of training."""
 
     def trained(self, step: int) -> None:
-        """The weights of this step are published."""
+        """Called when the weights of this step are published."""
 
     def close(self) -> None: ...
 
 
 @dataclass
 class BatchMaker:
-    """What both producers do with prompts and rollouts."""
+    """Turns prompts and rollouts into batches, for both producers."""
 
     spec: Stage
     stream: PromptStream
@@ -72,7 +72,7 @@ class BatchMaker:
     student: LanguageModel
 
     def context_of(self, by: Literal["teacher", "student"], prompt: Prompt) -> int:
-        """Tokens that whoever writes something about a prompt can read."""
+        """How many tokens the writer of a text about a prompt can read."""
         return self.student.context if by == "student" else self.scorer.context_of(prompt)
 
     def load(self, ids: Sequence[str]) -> list[Rollout]:
@@ -110,7 +110,7 @@ def grouped(rollouts: Sequence[Rollout]) -> dict[str, list[Rollout]]:
 
 
 def contrasts(members: Sequence[Rollout], rewards: Mapping[str, float | None]) -> bool:
-    """Whether a group's rewards differ. One that has none, or that the dataset wrote, is not at issue."""
+    """Whether a group's rewards differ. Groups without rewards, and groups that the dataset wrote, count as such."""
     asked = [rewards[rollout.id] for rollout in members if rollout.id in rewards]
     return (
         not asked
@@ -120,16 +120,16 @@ def contrasts(members: Sequence[Rollout], rewards: Mapping[str, float | None]) -
 
 
 class InlineProducer:
-    """Samples and rewards when a batch is asked for."""
+    """Samples and rewards when a batch is requested."""
 
     def __init__(self, maker: BatchMaker) -> None:
         self._maker = maker
 
     def next(self, step: int, clock: Clock) -> Batch:
-        """With `rollout.contrast`, groups whose rewards are all equal make room for others; if all are, the last round stays."""
+        """With `rollout.contrast`, groups with equal rewards are replaced. If all groups are such, the last round is kept."""
         maker, spec, rewards_of = self._maker, self._maker.spec.rollout, self._maker.rewards
         with rewards_of.lock:
-            rewards_of.rewarder.drain()  # what evaluation rewarded is not this step's
+            rewards_of.rewarder.drain()  # drop the statistics of evaluation
         rewards: dict[str, float | None] = {}
         kept: dict[str, list[Rollout]] = {}
         asked: dict[str, Visit] = {}
@@ -157,7 +157,7 @@ class InlineProducer:
                 break
         if spec.contrast:
             metrics |= {"contrast": len(kept) / drawn, "tokens/sampled": tokens}
-        if maker.stream.skipped:  # prompts that cannot be used, since the stage began
+        if maker.stream.skipped:  # unusable prompts since the stage began
             metrics["prompts/skipped"] = maker.stream.skipped
         if rewards_of.demonstrator is not None:
             metrics |= rewards_of.demonstrator.drain()
@@ -173,11 +173,11 @@ class InlineProducer:
 
 
 class Closing(Stopped):
-    """The trainer needs nothing more. Never seen outside the threads that it ends."""
+    """The trainer needs no more batches. Raised only inside the producer's threads, to end them."""
 
 
 class StopThreads:
-    """The run's own check for a stop, which also ends the other threads once nobody needs them."""
+    """The run's check for a stop, which also ends the threads when they are no longer needed."""
 
     def __init__(self, check_stop: Callable[[], None]) -> None:
         self._check_stop, self._trainer, self.closing = check_stop, threading.get_ident(), False
@@ -190,7 +190,7 @@ class StopThreads:
 
 @dataclass(frozen=True)
 class Sampled:
-    """A batch in the store, and where the stream and the store stood after it."""
+    """A batch in the store, with the positions of stream and store after it."""
 
     step: int
     visits: list[Visit]
@@ -201,7 +201,7 @@ class Sampled:
 
 
 class AheadProducer:
-    """`next` and `trained` are the trainer's, in the thread that made this; the rest runs in two others."""
+    """Runs `next` and `trained` in the thread that created it, and everything else in two others."""
 
     def __init__(self, maker: BatchMaker, stop: StopThreads, device: torch.device) -> None:
         self._maker, self._stop, self._device = maker, stop, device
@@ -217,7 +217,7 @@ class AheadProducer:
     # The trainer
 
     def next(self, step: int, clock: Clock) -> Batch:
-        """The batch of this step, once it is there. An error of the other threads comes up here, in its batch's turn."""
+        """Wait for the batch of this step. An error of the other threads is raised here when its batch is due."""
         maker = self._maker
         with clock("wait"):
             self.trained(step - 1)
@@ -244,13 +244,13 @@ class AheadProducer:
         return batch
 
     def trained(self, step: int) -> None:
-        """The weights of this step are published, and what may follow on them may begin."""
+        """The weights of this step are published; start the batches that waited for them."""
         with self._moved:
             self._trained = max(self._trained, step)
             self._moved.notify_all()
 
     def close(self) -> None:
-        """End both threads; what they have sampled is in the store. Their errors are nobody's any more."""
+        """End both threads. What they sampled is in the store. Their errors are ignored."""
         with self._moved:
             self._stop.closing = True
             self._moved.notify_all()
@@ -279,7 +279,7 @@ class AheadProducer:
             with _device(self._device, own_stream=True):
                 for step in range(first, spec.train.steps + 1):
                     visits = stream.take(spec.rollout.prompts)
-                    prompts = rollouter.rendered(visits)  # which does not depend on any step
+                    prompts = rollouter.rendered(visits)  # rendering does not depend on the step
                     self._wait(lambda step=step: step <= self._trained + 1 + self._staleness)  # type: ignore[misc]
                     sampled = self._sample(step, visits, prompts, stream.state(), rollouter)
                     with self._moved:
@@ -287,7 +287,7 @@ class AheadProducer:
                         self._jobs.add(job)
                         self._sampled.append((sampled, job))
                         self._moved.notify_all()
-        except BaseException as error:  # raised again by `next`, in the trainer's thread
+        except BaseException as error:  # `next` raises it again in the trainer's thread
             with self._moved:
                 self._failure = error
                 self._moved.notify_all()
@@ -300,7 +300,7 @@ class AheadProducer:
         stream: dict[str, Any],
         rollouter: Rollouter,
     ) -> Sampled:
-        """`stream`: where it stands after these visits."""
+        """`stream`: the stream's state after these visits."""
         sampler, clock = self._maker.samplers.ahead, Clock()
         assert sampler is not None
         with clock("sample"):
@@ -312,15 +312,15 @@ class AheadProducer:
     # The finisher
 
     def _finish(self, sampled: Sampled) -> Batch:
-        """Rewards as soon as a batch is in the store; scores while the batch before it is trained on."""
+        """Reward a batch once it is in the store, and score it while the batch before it is trained on."""
         maker, clock, written = self._maker, Clock(), sampled.written
         with _device(self._device):
-            maker.store.commit(sync=True)  # nothing is used before it is durable; sampling goes on meanwhile
+            maker.store.commit(sync=True)  # nothing is used before it is durable; sampling continues meanwhile
             with clock("reward"):
                 rollouts = maker.load(written.ids)
                 asked = {visit.prompt.id: visit for visit in sampled.visits}
                 with maker.rewards.lock:
-                    maker.rewards.rewarder.drain()  # what evaluation rewarded is not this step's
+                    maker.rewards.rewarder.drain()  # drop the statistics of evaluation
                     rewards = maker.reward(rollouts, sampled.visits, written)
                     batch = maker.assemble(grouped(rollouts), asked, rewards, written, clock)
             if self._scores:
@@ -342,27 +342,27 @@ class AheadProducer:
 
 
 def scores_ahead(spec: Stage) -> bool:
-    """Whether teachers are asked alongside training: if what they say, and what is asked, does not depend on the step before."""
+    """Whether teachers score alongside training. This requires that neither the questions nor the teachers depend on the step before."""
     waits = any("plateau" in (term.coefficient.until, term.coefficient.after) for term in spec.objective)
     still = all(kind.stands_still for kind in spec.teachers.values())
     return still and not waits and spec.pool.resident is None
 
 
 def staleness(rollouts: Sequence[Rollout], version: int) -> dict[str, float]:
-    """By how many updates the weights that drew the student's tokens are behind those that train on them."""
+    """How many updates older the weights that drew the student's tokens are than the weights being trained."""
     lags = np.concatenate([version - rollout.version[rollout.author == Author.STUDENT] for rollout in rollouts])
     return {"staleness": float(lags.mean()), "staleness/max": int(lags.max())} if lags.size else {}
 
 
 @cache
 def _beside() -> ThreadPoolExecutor:
-    """One thread for the life of the process: workers of rewards end with the thread that started them."""
+    """One thread for the life of the process, because reward workers end with the thread that started them."""
     return ThreadPoolExecutor(1, thread_name_prefix="opd-beside")
 
 
 @contextmanager
 def _device(device: torch.device, own_stream: bool = False) -> Iterator[None]:
-    """In a thread that has just begun: the GPU to use, and a stream on it that does not wait for the trainer's."""
+    """Set up a new thread: select the GPU, and a stream on it that does not wait for the trainer's."""
     if device.type != "cuda":
         yield
         return

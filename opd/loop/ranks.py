@@ -1,8 +1,8 @@
-"""The processes of a run: one by itself, or several ranks that take the same step over the same batch.
+"""The processes of a run: one process, or several ranks that take the same step over the same batch.
 
-Every rank forms weights and denominators from the whole batch, so they are those of one process; what is dealt out is work:
-rollouts to sample, to score and to pass through the student. `Ranks` itself is a run in one
-process, and knows nothing of `torch.distributed`; `loop.distributed` has the other.
+Every rank computes weights and denominators from the whole batch, so they equal those of one process. Only work is divided:
+rollouts to sample, to score and to pass through the student. `Ranks` itself is a run in one process and does not use
+`torch.distributed`; `loop.distributed` has the version for several.
 """
 
 from __future__ import annotations
@@ -32,25 +32,25 @@ T = TypeVar("T")
 
 
 class Ranks(OneProcess):
-    """One process. `DistributedRanks` overrides what several do differently."""
+    """One process. `DistributedRanks` overrides what is different with several."""
 
     @property
     def title(self) -> str:
-        """How many, where there are several."""
+        """The number of ranks for messages, if there are several."""
         return ""
 
     def require(self, spec: Stage) -> None:
-        """Refuse what these processes cannot do together."""
+        """Reject settings that these processes cannot carry out together."""
 
     def placed(self, spec: Stage) -> Stage:
-        """The stage as these processes carry it out."""
+        """The stage with settings adapted to these processes."""
         return spec
 
     def device(self, asked: torch.device, name: str) -> torch.device:
-        """Of this process, where the recipe asks for a device by this name."""
+        """This process's device, for the device name in the recipe."""
         return asked
 
-    # Models
+    # --- Models ---
 
     def load_student(
         self,
@@ -62,15 +62,15 @@ class Ranks(OneProcess):
         gradient_checkpointing: bool,
         lora: Lora | None,
     ) -> LanguageModel | None:
-        """One of which every rank reads a part; None: it is read whole, and sharded later."""
+        """Load a student of which every rank reads a part. None: each rank reads the whole model, and it is sharded later."""
         return None
 
     def shard(self, student: LanguageModel, cluster: Cluster) -> LanguageModel:
-        """The student to train. Copies of it have to be made before."""
+        """The student to train. Copies of it must be made before this call."""
         return student
 
     def load_spread(self, name: str, dtype: str, device: str, revision: str | None) -> LanguageModel:
-        """A frozen model of which every rank reads a part. One process reads it whole."""
+        """A frozen model of which every rank reads a part. One process reads the whole model."""
         from opd.models import load_model
 
         return load_model(name, dtype=dtype, device=device, revision=revision)
@@ -81,22 +81,22 @@ class Ranks(OneProcess):
         return Optimiser(student.trainable(), train, student.outer())
 
     def add_gradients(self, parameters: Sequence[torch.nn.Parameter]) -> None:
-        """Sum the gradients of weights that every rank has whole, so that all have the sum."""
+        """Sum the gradients of unsharded weights over ranks, so that all ranks have the sum."""
 
     def whole(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Tensors of an optimiser as a checkpoint holds them; only the leader's are used."""
+        """An optimiser's tensors in the form that a checkpoint holds. Only the leader's are used."""
         return dict(tensors)
 
     def opens_sampler(self, led: bool) -> bool:
-        """Whether this process opens a sampler of its own for the student. `led`: the leader's answers for all."""
+        """Whether this process opens its own sampler for the student. `led`: the leader samples for all ranks."""
         return True
 
     def samples_everywhere(self, led: bool) -> bool:
-        """Whether every rank opens one."""
+        """Whether every rank opens a sampler."""
         return True
 
     def sampler(self, sampler: TokenSampler | None, led: bool = False) -> TokenSampler:
-        """One that answers for all ranks: each samples its share, or the leader all (`led`), and all see every token."""
+        """A sampler for all ranks: each samples its share, or the leader samples everything (`led`). All ranks see every token."""
         assert sampler is not None
         return sampler
 
@@ -109,30 +109,30 @@ class Ranks(OneProcess):
         max_length: int,
         stop_ids: tuple[int, ...],
     ) -> TokenSampler:
-        """What the student samples with; `sampler` is the one that this process has opened for it."""
+        """What the student samples with. `sampler`: the one that this process has opened for it."""
         return self.sampler(sampler, led)
 
-    # What is known of a batch
+    # --- Facts about a batch ---
 
     def exchange(self, signals: Mapping[str, Signal], hidden: bool) -> dict[str, Signal]:
-        """Signals of all ranks, by rollout. Hidden states stay where they are used."""
+        """Signals of all ranks, by rollout. Hidden states stay on the rank that uses them."""
         return dict(signals)
 
     def complete(self, batch: Batch) -> None:
-        """The first pass over a batch, of which every rank has taken a part."""
+        """Complete the first pass over a batch, of which every rank computed a part."""
 
     def collect(self, seen: Seen) -> Seen:
-        """Statistics of every rank's micro-batches."""
+        """Statistics of all ranks' micro-batches."""
         return seen
 
-    # Stopping
+    # --- Stopping ---
 
     def listen(self, interrupts: StopRequests) -> Callable[[], None]:
-        """What raises once a stop was asked for; on several ranks, once all know of it."""
+        """A check that raises once a stop is requested; with several ranks, once all of them know."""
         return interrupts.check
 
     def stop_check(self, check: Callable[[], None]) -> Callable[[], None]:
-        """The same for a sampler that answers for all ranks, which wait for it meanwhile: it may leave by itself (`answering`)."""
+        """The same check for a sampler that answers for all ranks. It may stop on its own while the others wait (`answering`)."""
         return check
 
 

@@ -1,8 +1,8 @@
-"""Prompts that every sample failed, answered again under a view: `rollout.rescue`.
+"""Prompts that every sample failed are answered again under a view: `rollout.rescue`.
 
     failed groups -> (a model writes a hint) -> sample under the view -> reward -> right answers replace wrong ones
 
-Everything is in the store, hints as well, so an interrupted run goes on with what it has.
+Everything is in the store, including hints, so an interrupted run continues with what it has.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ if TYPE_CHECKING:
     from opd.loop.producer import BatchMaker
 
 
-RESCUE_DRAW = -2  # the sample number that keys "which samples make room?"
+RESCUE_DRAW = -2  # sample number that keys the choice of samples to replace
 
 
 @dataclass
 class Failed:
-    """A group in which nothing was right."""
+    """A group without any right answer."""
 
     visit: Visit
     prompt: Prompt  # with the hint, if one was written
     members: list[Rollout]
-    places: list[int]  # of members that make room
-    found: dict[int, Rollout]  # place -> the right answer
+    places: list[int]  # indices of the members to replace
+    found: dict[int, Rollout]  # index -> the right answer
 
 
 def rescue(
@@ -46,7 +46,7 @@ def rescue(
     rewards: dict[str, float | None],
     written: Written,
 ) -> tuple[list[Rollout], dict[str, float]]:
-    """The rollouts with right answers in the places of some wrong ones, and how often. `rewards` and `written` take the new ones in."""
+    """Replace some wrong answers with right ones; returns the rollouts and metrics. Adds the new answers to `rewards` and `written`."""
     spec = maker.spec.rollout.rescue
     assert spec is not None
     failed = _failed(maker, spec, visits, rollouts, rewards)
@@ -95,7 +95,7 @@ def _failed(
     rollouts: Sequence[Rollout],
     rewards: Mapping[str, float | None],
 ) -> list[Failed]:
-    """Groups of the student's own answers, each of them rewarded and none right; which make room is a keyed draw."""
+    """Groups that the student wrote, with all members rewarded and none right. A keyed draw chooses the members to replace."""
     found = []
     for visit in visits:
         members = [item for item in rollouts if (item.prompt_id, item.visit) == (visit.prompt.id, visit.visit)]
@@ -110,7 +110,7 @@ def _failed(
 
 
 def _write_hints(maker: BatchMaker, spec: Rescue, failed: Sequence[Failed]) -> Written:
-    """One text for each failed prompt, sampled like an answer and kept in the store like one, never trained on."""
+    """Write one hint for each failed prompt. Hints are sampled and stored like answers, and never trained on."""
     hint = spec.hint
     assert hint is not None
     writer = StudentWriter() if hint.by == "student" else TeacherWriter()
@@ -140,14 +140,14 @@ def _write_hints(maker: BatchMaker, spec: Rescue, failed: Sequence[Failed]) -> W
 def _shown(
     maker: BatchMaker, spec: Rescue, group: Failed, place: int, rewards: Mapping[str, float | None]
 ) -> Prompt | None:
-    """What the student reads in one place of a failed group; None: nothing, or more than fits."""
+    """What the student reads in one place of a failed group; None if there is nothing to show or it does not fit."""
     seen = maker.rewards.group(group.visit, group.members, rewards)
     shown: Prompt | None = spec.view.reprompt(group.prompt, group.members[place], seen)
     return shown if shown is not None and maker.rollouter.fits(shown, group.visit) else None
 
 
 def _replaced(rollouts: Sequence[Rollout], failed: Sequence[Failed], rewards: dict[str, float | None]) -> list[Rollout]:
-    """In their order; what made room is left out of the rewards, too."""
+    """The rollouts in their order with the replacements. Replaced ones are also removed from the rewards."""
     instead = {group.members[place].id: answer for group in failed for place, answer in group.found.items()}
     for name in instead:
         del rewards[name]

@@ -1,6 +1,6 @@
 """The rewards of a step: given to finished rollouts, noted in the store, and shown to teachers' views.
 
-An interrupted run finds them in the store and asks for none again.
+An interrupted run finds them in the store and does not ask again.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from opd.teachers.views import Group
 
 
 class RolloutRewards:
-    """Rewards rollouts of a stage. `lock`: held while rewards are given, since evaluation may ask for some at the same time."""
+    """Rewards rollouts of a stage. `lock`: held while rewards are computed, because evaluation may use the rewarder at the same time."""
 
     def __init__(
         self,
@@ -41,13 +41,13 @@ class RolloutRewards:
         rescue = spec.rollout.rescue
         views = [*(kind.view for kind in spec.teachers.values()), *([rescue.view] if rescue is not None else [])]
         self._keeps_feedback = any(view.reads_feedback for view in views)
-        self._unrewarded = 0  # steps in a row
+        self._unrewarded = 0  # steps in a row without rewards
 
     def text(self, rollout: Rollout) -> str:
         return response_text(rollout.response_ids, self._tokenizer, self._stop_ids)
 
     def reward(self, rollouts: Sequence[Rollout], visits: Sequence[Visit], taken_up: bool) -> dict[str, float | None]:
-        """Rewards of rollouts whose prompt has any to give. None: it could not be given, which is not 0.
+        """Rewards of rollouts with prompts that can be rewarded. None: the reward failed, which is not 0.
 
         `taken_up`: an earlier process may have rewarded some of them.
         """
@@ -68,7 +68,7 @@ class RolloutRewards:
         return {rollout.id: known[rollout.id] for rollout in rollouts if rollout.id in known}
 
     def _earned(self, rollouts: Sequence[Rollout]) -> dict[str, float | None]:
-        """Sums of what an environment gave for the turns, of rollouts for which it gave anything. No other reward is asked then."""
+        """Sums of an environment's turn rewards, for rollouts that have any. Other rewards are not asked for these."""
         earned: dict[str, float | None] = {}
         for rollout in rollouts:
             turns = self._store.entries[rollout.id].notes.get("turn_rewards")
@@ -90,7 +90,7 @@ class RolloutRewards:
         written: Written,
         version: int,
     ) -> list[Rollout]:
-        """The same rollouts, with demonstrations in place of answers that failed; `rewards` gets what those are worth."""
+        """Replace answers that failed with demonstrations, and add the demonstrations' rewards to `rewards`."""
         if self.demonstrator is None:
             return rollouts
         asked = {visit.prompt.id: visit for visit in visits}
@@ -117,11 +117,11 @@ class RolloutRewards:
         return Group(rollouts, self._tokenizer, rewards, kwargs, self._stop_ids, feedback)
 
     def _feedback(self, rollouts: Sequence[Rollout]) -> dict[str, str]:
-        """What came with their rewards, from the store."""
+        """The feedback that came with their rewards, from the store."""
         return {rollout.id: self._store.entries[rollout.id].notes.get("feedback", "") for rollout in rollouts}
 
     def require_rewarded(self, step: int, rewards: Mapping[str, float | None]) -> None:
-        """If terms or views use rewards and no step gets any, nothing is learned: stop, and say why."""
+        """Stop if terms or views use rewards and no rollout has had one for several steps: nothing would be learned."""
         none = self._spec.uses_rewards and all(reward is None for reward in rewards.values())
         self._unrewarded = self._unrewarded + 1 if none else 0
         if self._unrewarded >= self._spec.rewards.stop_after:

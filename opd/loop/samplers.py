@@ -1,4 +1,4 @@
-"""The samplers of a stage: the student's, and those of teachers as they are first asked for."""
+"""The samplers of a stage: the student's, and those of teachers, which are opened on first use."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from opd.store import RolloutStore
 
 
 class Samplers:
-    """`version`: of the student's weights that were published last."""
+    """`version`: the version of the student's weights that was published last."""
 
     def __init__(
         self,
@@ -34,7 +34,7 @@ class Samplers:
         revision: str | None = None,
         store: RolloutStore | None = None,
     ) -> None:
-        """`revision`: of the student's model, as it was loaded. `store`: for samplers that write into it themselves."""
+        """`revision`: the loaded revision of the student's model. `store`: for samplers that write into it themselves."""
         self._ranks, self._context, self._store = ranks, context or RunContext(stage=spec.name), store
         self._spec, self._model, self._models = spec, student, teachers
         self.max_length, self._stop_ids = max_length, stop_ids
@@ -44,17 +44,17 @@ class Samplers:
         config = student.module.config
         self._swaps = student.lora is not None and spec.sampler.takes_adapters(config, student.lora)
         ahead, kind = bool(spec.rollout.staleness), spec.sampler
-        kind = kind.beside() if ahead and kind.led else kind  # its engines sample ahead, and have other weights then
+        kind = kind.beside() if ahead and kind.led else kind  # its engines sample ahead, with other weights
         opens = ranks.opens_sampler(kind.led)
-        copied = student.copied(self._dtype, opens)  # what the student samples with
-        # a copy that every rank has, and may pass through by itself
+        copied = student.copied(self._dtype, opens)  # the model that the student samples with
+        # a copy that is on every rank and that each may use independently
         self.copy = copied if student.passes_alone or ranks.samples_everywhere(kind.led) else None
         self._own = self._opened(copied, kind=kind) if opens and copied is not None else None
-        self.manner = "" if self._own is None else kind.manner(self._own)  # where that is slower than usual
+        self.manner = "" if self._own is None else kind.manner(self._own)  # why sampling is slower than usual, if it is
         read = spec.model_copy(update={"student": spec.student.model_copy(update={"revision": revision})})
         self.student = ranks.student_sampler(self._own, kind.led, read, copied or student, max_length, stop_ids)
         self._close: list[Callable[[], None]] = [] if self._own is None else [partial(kind.close, self._own)]
-        # samples for batches, alongside training; nobody trains where there is no store
+        # samples batches alongside training; without a store, nothing is trained
         self.ahead = self._beside(revision) if ahead and store is not None else None
 
     def _beside(self, revision: str | None) -> ThreadSampler | LoggingSampler:
@@ -90,7 +90,7 @@ class Samplers:
         return self._teachers[name]
 
     def mixed(self, name: str) -> TokenSampler:
-        """The student with a teacher reading along, for `rollout.teacher_mix`."""
+        """The student mixed with a teacher, for `rollout.teacher_mix`."""
         if name not in self._mixed:
             partner = Partner(self._models[name].model, self._spec.rollout.teacher_mix)
             self._mixed[name] = self._open(self._model.inference_copy(self._dtype), partner)
@@ -98,17 +98,17 @@ class Samplers:
         return self._mixed[name]
 
     def of(self, model: LanguageModel) -> TokenSampler:
-        """Of a model that does not learn, in its own precision. What the student is shown may be longer than it can read."""
+        """A sampler of a frozen model in its own precision. Texts shown to the student may be longer than this model can read."""
         copy = model.inference_copy(None)
         length = min(self.max_length, model.context)
         return self._ranks.sampler(self._spec.sampler.beside().open(copy, length, merge_stop=self._stop_ids))
 
     def weights_of(self, student: LanguageModel, version: int) -> WeightsRef:
-        """What `load` needs of it, as it is now; all ranks have to ask."""
+        """What `load` needs from the student's current weights. All ranks must call this."""
         return weights_of(student, version, self._swaps)
 
     def load(self, weights: WeightsRef) -> None:
-        """The student's, wherever it samples."""
+        """Load the student's weights into all samplers that use them."""
         self.version = weights.version
         for sampler in (self.student, *self._mixed.values(), *([] if self.ahead is None else [self.ahead])):
             sampler.load(weights)

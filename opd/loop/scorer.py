@@ -1,6 +1,6 @@
-"""Teachers score a batch. Each teacher works once per step, and what it says goes into the store.
+"""Teachers score a batch. Each teacher works once per step, and its signals are written to the store.
 
-An interrupted run finds the signals there and does not ask again.
+An interrupted run finds the signals in the store and does not ask again.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from opd.teachers.router import by_teacher, chooser
 from opd.teachers.scoring import ScoringTeacher
 from opd.teachers.views import Group, View, texts_for
 
-UNSHOWN = 8  # steps without anything to show before it is said; then at every doubling
+UNSHOWN = 8  # steps in a row with nothing to show before a warning, which is repeated at every doubling
 
 
 @dataclass
 class Scorer:
-    """Asks the teacher of each rollout for what the objective needs of its role."""
+    """Asks the teacher of each rollout for the signals that the objective needs from its role."""
 
     spec: Stage
     teachers: Mapping[str, TeacherLike]
@@ -45,23 +45,23 @@ class Scorer:
     store: RolloutStore
     ranks: Ranks
     context: RunContext
-    pager: Pager | None = None  # where some teachers wait outside the memory
-    kept: ScoredStage | None = None  # where scores are kept for teachers of kind cached
+    pager: Pager | None = None  # set if some teachers are paged out of memory
+    kept: ScoredStage | None = None  # set if scores are kept for teachers of kind cached
     _unshown: Counter[str] = field(default_factory=Counter)  # steps in a row in which a view showed nothing
 
     def __post_init__(self) -> None:
         self.teacher_for = chooser(self.routes.get("teacher", {}), self.spec.route)
 
     def owners(self, batch: Batch) -> dict[str, str]:
-        """Rollout id -> the teacher (of the role `teacher`) that it belongs to; nothing if there is none."""
+        """Rollout id -> its teacher of the role `teacher`; empty if there is none."""
         if "teacher" not in self.routes:
             return {}
         return {rollout.id: self.teacher_for(batch.prompts[rollout.prompt_id]) for rollout in batch.rollouts}
 
     def score(self, batch: Batch, step: int) -> None:
-        """Fill in the batch's signals. One teacher works at a time, and once.
+        """Fill in the batch's signals. Each teacher works once, one after the other.
 
-        Metrics get the share of rollouts for which a view had nothing to show, or more than its teacher can read; and of tokens
+        Metrics get the share of rollouts that a view had nothing to show for or that its teacher could not read, and the share of tokens
         at which a teacher with another tokenizer was not compared.
         """
         needs = self.objective.needs(step, self.spec.train.updates)
@@ -102,14 +102,14 @@ class Scorer:
         return seen
 
     def groups_for(self, teacher: str, groups: Mapping[str, Group]) -> Mapping[str, Group]:
-        """With the tokenizer whose chat template the teacher's view uses."""
+        """The groups with the tokenizer of the chat template that the teacher's view uses."""
         tokenizer = self.templates[teacher]
         if self.spec.teachers[teacher].view.chat_template == "student":
             return groups
         return {name: replace(group, tokenizer=tokenizer, student=group.tokenizer) for name, group in groups.items()}
 
     def _by_model(self, batch: Batch, roles: Sequence[str]) -> dict[str, list[Rollout]]:
-        """The rollouts that each teacher is asked about; teachers that read one model stand together."""
+        """The rollouts that each teacher scores. Teachers that share a model are adjacent."""
 
         def value_of(rollout: Rollout) -> str:
             return route_value(batch.prompts[rollout.prompt_id], self.spec.route)
@@ -122,24 +122,24 @@ class Scorer:
         return {name: asked[name] for name in sorted(asked, key=lambda name: first.index(models[name]))}
 
     def _resident(self, names: Iterable[str]) -> AbstractContextManager[None]:
-        """While teachers score, in this order: those that wait outside are brought in time."""
+        """Keep teachers in memory while they score, in this order. Paged ones are loaded in time."""
         if self.pager is None:
             return nullcontext()
         return self.pager.scoring([model for name in names for model in models_of(self.teachers[name])])
 
     def page_metrics(self) -> dict[str, float]:
-        """What teachers that come and go cost this step, which is over: their heads are not needed any more."""
+        """What paging cost in this step. The step is over, so the teachers' heads are no longer needed."""
         if self.pager is None:
             return {}
         self.pager.release()
         return self.pager.metrics()
 
     def context_of(self, prompt: Prompt) -> int:
-        """Tokens that the prompt's own teacher can read."""
+        """How many tokens the prompt's own teacher can read."""
         return self.teachers[self.teacher_for(prompt)].context
 
     def _warn_unshown(self, step: int, shares: Mapping[str, float]) -> None:
-        """A view that shows nothing, step after step, teaches nothing: said after a while, and again later."""
+        """Warn about a view that shows nothing for several steps in a row, since it teaches nothing; repeat the warning later."""
         for name in self.teachers:
             share = shares.get(f"unshown/{name}")
             if share is None:  # it was not asked, or shows what the student reads
@@ -160,11 +160,11 @@ class Scorer:
         mine: Collection[str],
         taken_up: bool,
     ) -> list[Signal]:
-        """Signals of one teacher about these rollouts: those in the store, and answers to the rest, which go there.
+        """One teacher's signals about these rollouts: the stored ones, and new ones for the rest, which are stored.
 
-        `mine`: the rollouts that this process trains on. It asks about those, and is told what the others have been told.
+        `mine`: the rollouts that this process trains on. It asks about those and receives the other ranks' signals.
         `taken_up`: an earlier process may have asked already.
-        An exact resume takes all or none of them: a teacher's rounding depends on what it scores together.
+        An exact resume uses all stored signals or none, because a teacher's rounding depends on what it scores together.
         """
         view, kind = self.spec.teachers[teacher.name].view.name, need.kind
         shown = {rollout.id: text for rollout, text in zip(rollouts, seen, strict=True) if text is not None}
@@ -174,11 +174,11 @@ class Scorer:
             known |= stored
         rest = [rollout for rollout in rollouts if rollout.id not in known]
         own = [rollout for rollout in rest if rollout.id in mine]
-        together = teacher.model is not None and teacher.model.spread  # over ranks, which then score side by side
+        together = teacher.model is not None and teacher.model.spread  # sharded models score on all ranks together
         answers = teacher.score(own, need, [shown[rollout.id] for rollout in own]) if own or together else []
         written = kind != "hidden" or self.spec.keeps_hidden
         if written and self.pager is not None:
-            self.pager.check()  # a resumed run would believe what is in the store
+            self.pager.check()  # a resumed run would trust what is in the store
         said = {rollout.id: signal for rollout, signal in zip(own, answers, strict=True)}
         known |= self.ranks.exchange(said, hidden=kind == "hidden")
         for rollout in rest if written else ():
@@ -193,7 +193,7 @@ class Scorer:
 
 
 def _left_out(name: str, view: View, rollouts: Sequence[Rollout], seen: Sequence[Rendered | None]) -> dict[str, float]:
-    """Of answers that a teacher with another tokenizer can read, the shares of tokens in no span, and left out at a cut."""
+    """Shares of tokens that lie in no span and that a cut left out, over answers that a teacher with another tokenizer can read."""
     shown = [(rollout, text) for rollout, text in zip(rollouts, seen, strict=True) if text is not None]
     every = sum(max(rollout.response_ids.size - view.skip, 0) for rollout, _ in shown)
     inside = sum(s1 - s0 for _, text in shown for s0, s1, _, _ in text.spans)
@@ -202,7 +202,7 @@ def _left_out(name: str, view: View, rollouts: Sequence[Rollout], seen: Sequence
 
 
 def _nothing(teacher: TeacherLike, view: str, rollout: Rollout) -> Signal:
-    """About a rollout for which the teacher's view has nothing to show."""
+    """An empty signal, for a rollout that the teacher's view has nothing to show for."""
     size = rollout.response_ids.size
     return Signal(
         teacher.name, teacher.version, teacher.role, view, (), np.full(size, np.nan), np.zeros(size, dtype=bool)
@@ -212,7 +212,7 @@ def _nothing(teacher: TeacherLike, view: str, rollout: Rollout) -> Signal:
 def _stored(
     store: RolloutStore, teacher: TeacherLike, shown: dict[str, Rendered], kind: SignalKind
 ) -> dict[str, Signal]:
-    """What the same teacher, in the same version, said of the same texts."""
+    """Stored signals of the same teacher and version about the same texts."""
     found = store.signals(list(shown), teacher.role, kind)
 
     def again(key: str, signal: Signal) -> Signal:
@@ -225,10 +225,10 @@ def _stored(
         for key, signal in found.items()
         if (signal.teacher, signal.teacher_version) == (teacher.name, teacher.version)
         and (signal.view, signal.spans) == (shown[key].view, shown[key].spans)
-        and signal.key in ("", text_key(shown[key]))  # older stores do not say
+        and signal.key in ("", text_key(shown[key]))  # older stores have no key
     }
 
 
 def _plain(values: Any) -> Any:
-    """Hidden states come as tensors on the teacher's device; every bfloat16 is a float32."""
+    """Hidden states are tensors on the teacher's device. float32 represents every bfloat16 exactly."""
     return values.detach().float().cpu().numpy() if isinstance(values, torch.Tensor) else values

@@ -1,9 +1,9 @@
-"""The one step. Every method is a setting of it.
+"""The training step. Every method is a configuration of it.
 
     prompts -> sample -> reward -> route -> score -> pack -> loss -> update -> publish -> report
 
-The sampler writes into the rollout store and everything below reads from there; there is no other path. `train_step` is the
-part after the scores: it needs a student, a batch, an objective and an optimiser, and no run around them.
+The sampler writes into the rollout store, and everything after it reads from there; there is no other path. `train_step` is the
+part after the scores. It needs a student, a batch, an objective and an optimiser, but no run.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def run_step(parts: StageParts, step: int) -> StepReport:
         if not batch.scored:
             parts.scorer.score(batch, step)
     result = StepResult({})
-    if parts.spec.train.learn:  # else scores are all that is wanted
+    if parts.spec.train.learn:  # otherwise only scores are wanted
         with clock("update"):
             batch.owners = parts.scorer.owners(batch)
             batch.traced = sampled_ids(parts.spec.log, batch, step)
@@ -57,7 +57,7 @@ def run_step(parts: StageParts, step: int) -> StepReport:
 
 
 class Updates(Protocol):
-    """What `train_step` asks of an optimiser: `opd.loop.learner.Learner` is one, and so is its student's `Optimiser`."""
+    """What `train_step` needs from an optimiser. `opd.loop.learner.Learner` implements it, and so does the student's `Optimiser`."""
 
     def clip(self) -> float: ...
     def step(self, step: int) -> float: ...
@@ -69,7 +69,7 @@ def train_step(
     train: Train | None = None, seed: int = 0, teacher_of: Mapping[str, str] | None = None,
     check_stop: Callable[[], None] = lambda: None, ranks: Ranks | None = None, budget: MicroBudget | None = None,
 ) -> StepResult:  # fmt: skip
-    """Train on one scored batch: `epochs` times `minibatches` updates. `teacher_of`: domain -> teacher, if it does not say."""
+    """Train on one scored batch: `epochs` times `minibatches` updates. `teacher_of`: domain -> teacher, if the batch does not say."""
     train, domains, ranks = train or Train(), teacher_of or {}, ranks or Ranks()
     owners = batch.owners or {item.id: domains.get(item.domain, "") for item in batch.rollouts}
     device, mine = student.device, {rollout.id for rollout in ranks.deal(batch.rollouts)}
@@ -88,20 +88,20 @@ def train_step(
         for micro in student.passes(cut(rollouts)):
             with autocast():
                 loss, statistics = student.inside(partial(objective, student, micro, prepared, weights))
-            if loss.requires_grad:  # a micro-batch may hold no token that any term trains on
+            if loss.requires_grad:  # a micro-batch may have no token that any term trains on
                 loss.backward()
             seen.append((micro, statistics))
             check_stop()
         return seen
 
-    repeat = budget.repeat if ranks.size == 1 else once  # ranks take as many passes as each other
+    repeat = budget.repeat if ranks.size == 1 else once  # all ranks must take the same number of passes
     prepared = repeat(prepare, optimiser.discard, batch.rollouts)
     result = StepResult(prepared.metrics, step=step)
     for rollouts in updates(batch.rollouts, train, seed, step):
         check_stop()
         seen = repeat(partial(passes, rollouts), optimiser.discard, rollouts)
         norm = optimiser.clip()
-        for _, statistics in seen:  # the device is waited for once per update
+        for _, statistics in seen:  # one synchronisation with the device per update
             statistics.settle(moved=bool(result.norms))
         seen = ranks.collect(seen)
         refuse_non_finite(step, seen, norm, optimiser)
@@ -112,20 +112,20 @@ def train_step(
 
 
 def updates(rollouts: Sequence[Rollout], train: Train, seed: int, step: int) -> Iterator[list[Rollout]]:
-    """The rollouts of each optimiser step: `epochs` passes over the batch, each cut into `minibatches` of whole groups."""
+    """The rollouts of each optimiser step: `epochs` passes over the batch, each split into `minibatches` of whole groups."""
     groups: dict[str, list[Rollout]] = {}
     for rollout in rollouts:
         groups.setdefault(rollout.pair or rollout.group, []).append(rollout)
     for epoch in range(train.epochs):
         names = list(groups)
-        if train.minibatches > 1:  # keyed: the same after a restart
+        if train.minibatches > 1:  # keyed, so that it is the same after a restart
             names.sort(key=lambda name: request_key(seed, name, step, epoch))
         for first in range(min(train.minibatches, len(names))):
             yield [rollout for name in names[first :: train.minibatches] for rollout in groups[name]]
 
 
 def refuse_non_finite(step: int, seen: list[tuple[Pack, TokenStatistics]], norm: float, optimiser: Updates) -> None:
-    """Stop before a NaN reaches the weights; what they were is saved and named."""
+    """Stop before a NaN reaches the weights. The last good weights are saved and named."""
     bad = [(micro, name) for micro, values in seen for name, loss in values.loss.items() if not math.isfinite(loss)]
     if not bad and math.isfinite(norm):
         return

@@ -1,4 +1,4 @@
-"""Load a causal LM and see it as hidden states plus a head. Nothing heavy is imported until a model is loaded."""
+"""Load a causal LM as hidden states plus a head. Heavy packages are imported only when a model is loaded."""
 
 from opd.models.load import (
     load_config,

@@ -1,9 +1,8 @@
 """Our attention functions, registered with transformers under the name `opd`.
 
-Stock model classes run unchanged: they hand query, key and value to whatever `config._attn_implementation` names,
-and pass unknown keyword arguments along. A `layout` argument therefore travels from `backbone(…, layout=…)` to every
-attention layer and says how the rows of this batch relate to each other: `Packed` here, the sampler's slots in
-`sampling.slots`.
+Stock model classes run unchanged: they pass query, key and value to the function that `config._attn_implementation` names,
+along with unknown keyword arguments. So a `layout` argument reaches every attention layer from `backbone(…, layout=…)`. It
+says how the rows of this batch relate to each other: `Packed` here, the sampler's slots in `sampling.slots`.
 """
 
 from __future__ import annotations
@@ -36,10 +35,10 @@ class Layout(Protocol):
 
 
 class Unknown(Exception):
-    """A model asks its attention for something these functions do not do."""
+    """A model asks its attention for something that these functions do not support."""
 
 
-HARMLESS = {"position_ids", "cache_position"}  # tensors that stock classes pass along and attention itself never reads
+HARMLESS = {"position_ids", "cache_position"}  # tensors that stock classes pass along but attention never reads
 
 
 def attention(
@@ -47,7 +46,7 @@ def attention(
     layout: Layout | None = None, scaling: float | None = None, sliding_window: int | None = None, softcap: float | None = None,
     s_aux: Tensor | None = None, **others: Any,
 ) -> tuple[Tensor, None]:  # fmt: skip
-    """`s_aux` are attention sinks: one score per head that takes part in the softmax and leads nowhere."""
+    """`s_aux` are attention sinks: one score per head that takes part in the softmax but has no value."""
     if layout is None:
         raise Unknown("its layers do not pass arguments on to their attention")
     if attention_mask is not None:
@@ -63,7 +62,7 @@ AttentionInterface.register(NAME, attention)
 
 
 class PlaceRows(torch.autograd.Function):
-    """Rows put at given places among `count`, zeros elsewhere; no place twice, so the gradient is a plain gather."""
+    """Scatter rows to the given places of `count`, zeros elsewhere. Places are unique, so the gradient is a plain gather."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, places: Tensor, count: int) -> Tensor:
@@ -77,7 +76,7 @@ class PlaceRows(torch.autograd.Function):
 
 
 class TakeRows(torch.autograd.Function):
-    """Rows at given places, no place twice: the gradient is copied back, where stock indexing would sort and add."""
+    """Gather rows at the given places. Places are unique, so the gradient is copied back; stock indexing would sort and add."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, places: Tensor) -> Tensor:
@@ -95,14 +94,14 @@ def take(rows: Tensor, places: Tensor) -> Tensor:
     return TakeRows.apply(rows, places)
 
 
-SLACK = 0.75  # of the longest sequence beside it, that a shorter one must have
+SLACK = 0.75  # least length of a sequence in a rectangle, as a fraction of the longest one
 
 
 def _rectangles(lengths: list[int]) -> tuple[tuple[tuple[int, int], ...], np.ndarray]:
-    """Sequences of about the same length together: rows and columns of each rectangle, and every sequence's first cell."""
+    """Group sequences of similar length. Returns (rows, columns) of each rectangle, and every sequence's first cell."""
     shapes: list[list[int]] = []
     first_cells, end = np.empty(len(lengths), dtype=np.int64), 0
-    for index in sorted(range(len(lengths)), key=lambda index: -lengths[index]):  # equal ones stay in order
+    for index in sorted(range(len(lengths)), key=lambda index: -lengths[index]):  # the sort is stable
         if not shapes or lengths[index] < SLACK * shapes[-1][1]:
             shapes.append([0, lengths[index]])
         first_cells[index] = end
@@ -113,18 +112,17 @@ def _rectangles(lengths: list[int]) -> tuple[tuple[tuple[int, int], ...], np.nda
 
 @dataclass(frozen=True, eq=False)
 class Packed:
-    """Several sequences back to back in one row, each seeing only itself.
+    """Several sequences back to back in one row; each attends only to itself.
 
-    On CUDA in half precision attention reads them as they are. Elsewhere, and for what those kernels do not offer, they
-    are padded on the right to rectangles, sequences of about the same length in each, for attention alone: behind a
-    causal mask no real token sees the padding.
+    On CUDA in half precision attention reads them as they are. Elsewhere, and for features those kernels lack, sequences of
+    similar length are padded on the right to rectangles, for attention alone. With a causal mask no real token sees padding.
     """
 
     lengths: tuple[int, ...]
     positions: Tensor  # (T,) restart at 0 with each sequence
     cells: Tensor  # (T,) where each token sits in the flattened rectangles
-    bounds: Tensor  # (sequences + 1,) int32: where each sequence begins, and the end
-    rectangles: tuple[tuple[int, int], ...]  # sequences in each, and the longest of them
+    bounds: Tensor  # (sequences + 1,) int32: the start of each sequence, then the end
+    rectangles: tuple[tuple[int, int], ...]  # (number of sequences, longest sequence) of each
 
     @classmethod
     def of(cls, lengths: list[int], device: torch.device | str = "cpu") -> Packed:
@@ -146,7 +144,7 @@ class Packed:
         if softcap is None and sinks is None and fits_varlen(query, value):
             query, key, value = (
                 tensor.squeeze(0) for tensor in (query, key, value)
-            )  # [0] has a gradient to be filled in
+            )  # not [0], whose gradient has to be filled with zeros
             return attend_varlen(query, key, value, self.bounds, max(self.lengths), scale, window)[None]
         return self.attend_padded(query, key, value, scale, window, softcap, sinks)
 
@@ -194,7 +192,7 @@ def masked_attention(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float, softcap: float | None,
     sinks: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """Attention written out, for what the fused kernels do not offer: soft-capped scores, arbitrary masks, sinks."""
+    """Attention written out, for features that the fused kernels lack: soft-capped scores, arbitrary masks, sinks."""
     groups = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
     scores = query @ key.transpose(-1, -2) * scale
@@ -208,19 +206,19 @@ def masked_attention(
     return weights.to(query.dtype) @ value
 
 
-# Attention over sequences of different lengths as they lie back to back: torch's own flash kernels, no padding, no mask.
+# --- Attention over packed sequences with torch's own flash kernels: no padding, no mask ---
 #
-# Its gradient is the same to the bit every time, as long as no other thread uses the device: see `beside_training`.
+# The gradient is bitwise reproducible as long as no other thread uses the device: see `beside_training`.
 
 
 HALF = (torch.bfloat16, torch.float16)
-WIDEST = 256  # head dimension of the kernels, which also take multiples of 8 alone
-OLDEST = (8, 0)  # compute capability
-_others: set[int] = set()  # threads that use the device beside the one that trains
+WIDEST = 256  # largest head dimension of the kernels; it must be a multiple of 8
+OLDEST = (8, 0)  # least compute capability
+_others: set[int] = set()  # threads that use the device alongside the one that trains
 
 
 def fits_varlen(query: Tensor, value: Tensor) -> bool:
-    """Whether the kernels take these: query (1, H, T, D), value (1, G, T, Dv)."""
+    """Whether the kernels support these: query (1, H, T, D), value (1, G, T, Dv)."""
     width = query.shape[-1]
     return (
         query.is_cuda
@@ -235,7 +233,7 @@ def fits_varlen(query: Tensor, value: Tensor) -> bool:
 def attend_varlen(
     query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, longest: int, scale: float, window: int | None
 ) -> Tensor:
-    """query (H, T, D), key and value (G, T, D) with G dividing H -> (T, H, D). `window`: tokens seen, oneself included."""
+    """query (H, T, D), key and value (G, T, D) with G dividing H -> (T, H, D). `window`: tokens seen, including itself."""
     q, k, v = (tensor.transpose(0, 1) for tensor in (query, key, value))
     before = -1 if window is None or window >= longest else window - 1
     out: Tensor = FlashAttention.apply(q, k, v, bounds, longest, scale, before)
@@ -243,7 +241,7 @@ def attend_varlen(
 
 
 class FlashAttention(torch.autograd.Function):
-    """The operators below torch's `varlen_attn`, which are half as long under way on the host."""
+    """The operators that torch's `varlen_attn` calls. Calling them directly halves the time on the host."""
 
     @staticmethod
     def forward(
@@ -272,8 +270,10 @@ class FlashAttention(torch.autograd.Function):
 
 @contextmanager
 def beside_training() -> Iterator[None]:
-    """A thread that uses the device while another trains. What makes gradients repeatable is a switch for the whole process,
-    under which some of its operations would fail; and who samples ahead of training does not repeat a run anyway.
+    """Mark this thread as using the device while another trains: gradients are then not made repeatable.
+
+    The switch for that is process-wide, and some of this thread's operations would fail under it. Sampling ahead of training is
+    not reproducible anyway.
     """
     own = threading.get_ident()
     _others.add(own)
@@ -285,7 +285,7 @@ def beside_training() -> Iterator[None]:
 
 @contextmanager
 def _repeatable() -> Iterator[None]:
-    """Blocks of the gradient are added up in order, not as they come."""
+    """Add up the blocks of the gradient in a fixed order."""
     if _others or torch.are_deterministic_algorithms_enabled():
         yield
         return

@@ -1,12 +1,12 @@
-"""CUDA graphs: calls recorded once, and launched as one from then on.
+"""CUDA graphs: calls that are recorded once and then launched as one.
 
-Who records holds `RECORDING`: engines and models of several threads (`rollout.staleness`) would end each other's recording,
-which empties the allocator's cache when it begins. Whether a call waits for the device is asked once for each model, before
-other threads run: the question makes every thread's waiting an error.
+Recording holds the lock `RECORDING`. A recording empties the allocator's cache when it begins, which would end a recording of
+another thread (`rollout.staleness`). `waits_for_the_device` runs once per model, before other threads start: it makes a wait in
+any thread an error.
 
-Graphs of two owners may run at once, so no two of them share the scratch memory of products: it belongs to a thread's handle and
-a stream, and an owner warms up and records on a stream of its own. And no garbage is collected meanwhile: a graph that is given
-up in the middle of a recording ends it.
+Graphs of two owners may run at the same time, so they must not share scratch memory for matrix products. That memory belongs to a
+thread's handle and a stream, so each owner warms up and records on its own stream. Garbage collection is off during a recording:
+freeing a graph would end it.
 """
 
 from __future__ import annotations
@@ -40,17 +40,17 @@ if TYPE_CHECKING:
 
 
 T = TypeVar("T")
-# A call, the memory and the stream of whose recordings it is one -> what replays it
+# (call, memory pool, stream) -> the recorded graph
 Recorder = Callable[[Callable[[], object], Any, Any], Any]
 RECORDING = threading.RLock()  # one for the process
-FAILED: list[Any] = []  # graphs whose recording failed: the allocator of pinned memory goes on asking them
+FAILED: list[Any] = []  # graphs whose recording failed: the allocator of pinned memory keeps querying them
 
 
 def record(call: Callable[[], object], pool: Any, stream: torch.cuda.Stream) -> Any:
-    """The call as a graph. It has to have run before on that stream, so that kernels are compiled and libraries have what they need.
+    """Record a call as a graph. It must have run on that stream before, so that kernels are compiled and libraries initialised.
 
-    `pool`: memory that it shares with graphs which never run at the same time. Other threads may use the device meanwhile. Where a
-    recording fails, random numbers and the device's memory are as they were before; its pool cannot be used for another.
+    `pool`: memory shared with graphs that never run at the same time. Other threads may use the device meanwhile. If a recording
+    fails, the random state and the device's memory are restored; its pool cannot be used for another.
     """
     graph, before, device = torch.cuda.CUDAGraph(), torch.cuda.current_stream(), torch.cuda.current_device()
     generator = torch.cuda.default_generators[device]
@@ -63,14 +63,14 @@ def record(call: Callable[[], object], pool: Any, stream: torch.cuda.Stream) -> 
             torch.cuda.set_stream(before)
             _end_allocating(device, pool)
             FAILED.append(graph)
-            # the generator's own numbers would wait for the end of the recording, and refuse to be drawn
+            # the generator's own state would wait for the end of the recording, and every draw would fail
             generator.graphsafe_set_state(numbers)
             raise
     return graph
 
 
 def _end_allocating(device: int, pool: Any) -> None:
-    """What a recording that failed may have left: an allocator which takes it to be under way, and keeps what is given back."""
+    """Clean up after a failed recording: the allocator may believe it is still under way, and keep freed memory."""
     try:
         torch._C._cuda_endAllocateToPool(device, pool)
     except RuntimeError as error:
@@ -91,12 +91,12 @@ def _no_garbage() -> Iterator[None]:
 
 
 def own_stream(device: torch.device) -> torch.cuda.Stream:
-    """For all recordings of one owner. Torch hands out 32 streams of this priority in turn, and nobody else asks for them."""
+    """A stream for all recordings of one owner. Torch hands out 32 streams of this priority in turn; nothing else uses them."""
     return torch.cuda.Stream(device, priority=-1)
 
 
 def on_stream(stream: torch.cuda.Stream | None, call: Callable[[], T]) -> T:
-    """The one of an owner's recordings, so that what libraries keep for a stream is there. None: there is no GPU."""
+    """Run a call on the stream of an owner's recordings, so that libraries set up their state for it. None: there is no GPU."""
     if stream is None:
         return call()
     stream.wait_stream(torch.cuda.current_stream(stream.device))
@@ -111,10 +111,10 @@ def on_device(device: torch.device) -> AbstractContextManager[object]:
 
 
 def waits_for_the_device(call: Callable[[], object]) -> str:
-    """Run it; the first thing in it that would need the host to wait (some rotary embeddings, some experts), or nothing."""
+    """Run the call. Return the first error about the host waiting for the device (some rotary embeddings, some experts), or ""."""
     with RECORDING:
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "Synchronization debug mode")  # that it is a prototype
+            warnings.filterwarnings("ignore", "Synchronization debug mode")  # torch warns that it is a prototype
             torch.cuda.set_sync_debug_mode("error")
         try:
             call()
@@ -127,27 +127,29 @@ def waits_for_the_device(call: Callable[[], object]) -> str:
     return ""
 
 
-# Passes of small batches as CUDA graphs: a pass is hundreds of launches, and the host takes longer over them than the device.
+# --- Forward and backward passes of small batches as CUDA graphs ---
+#
+# A pass is hundreds of kernel launches. For small batches the host takes longer over them than the device.
 #
 # model.graphs = PassGraphs.of(model)       # None: its passes cannot be recorded
-# model.graphs.hidden(ids_T, layout)        # None: this batch goes the usual way
+# model.graphs.hidden(ids_T, layout)        # None: this batch is not recorded; run it the usual way
 #
-# Batches are padded to a few sizes, with sequences that nobody reads; a size is recorded when it is seen for the second time.
-# Gradients come from a second graph. Embeddings stay outside: what is recorded begins with their rows.
+# Batches are padded to a few sizes with dummy sequences. A size is recorded when it is seen for the second time. Gradients come
+# from a second graph. The embedding lookup stays outside: a recorded pass begins with its rows.
 
 
 log = logging.getLogger(__name__)
 
-MOST_WORK = 4e12  # parameters times tokens of a pass; beyond it the device takes longer than the host
-FINENESS = 4  # sizes between a power of two and the next
+MOST_WORK = 4e12  # parameters times tokens of a pass; above it the device takes longer than the host
+FINENESS = 4  # sizes between one power of two and the next
 FEWEST_TOKENS = 256
-KEPT = 8  # sizes of a model
-ROOM = 0.1  # of the device's memory, for what graphs of a model keep to themselves
+KEPT = 8  # recorded sizes per model
+ROOM = 0.1  # fraction of the device's memory that a model's graphs may keep
 CLOSE = 0.05  # relative error that half precision explains
 
 
 class PassSize(NamedTuple):
-    """What a batch is padded to."""
+    """The size that a batch is padded to."""
 
     tokens: int
     sequences: int
@@ -162,25 +164,25 @@ class PassSize(NamedTuple):
         return cls(tokens, _power_of_2(max(len(lengths) + padding, 8)), longest)
 
     def bounds(self, lengths: Sequence[int]) -> np.ndarray:
-        """(sequences + 1,): the batch, its padding as sequences of its own, and empty ones."""
+        """(sequences + 1,): the batch's sequences, its padding as further sequences, then empty ones."""
         cuts = np.arange(sum(lengths), self.tokens, self.longest)
         ends = [*np.cumsum(lengths), *cuts[1:], *([self.tokens] if len(cuts) else [])]
         return np.array([0, *ends, *[self.tokens] * (self.sequences - len(ends))], dtype=np.int32)
 
 
 def _power_of_2(number: int) -> int:
-    """At least as large."""
+    """The smallest power of two that is at least as large."""
     return 1 << (number - 1).bit_length()
 
 
 class FixedLayout(Packed):
-    """Of a recorded pass: other sequences lie in it each time, in tensors that stay."""
+    """The layout of a recorded pass: static tensors, filled with other sequences each time."""
 
     def attend_padded(self, *args: Any) -> Tensor:
         raise Unknown("its attention has to know how long sequences are before it begins")
 
 
-# Rows of embeddings, where they lie, and the weights that learn -> hidden states
+# (rows of embeddings, layout, trainable weights) -> hidden states
 Compute = Callable[[Tensor, FixedLayout, Mapping[str, Tensor]], Tensor]
 
 
@@ -204,12 +206,12 @@ class RecordedPass:
         count = embedded_T.shape[0]
         for static, values in ((self.embedded, embedded_T), (self.positions, layout.positions)):
             static[:count].copy_(values)
-            static[count:].zero_()  # whatever is finite: its gradient is 0
+            static[count:].zero_()  # any finite value will do: its gradient is 0
         self.layout.bounds.copy_(upload(self.size.bounds(layout.lengths), self.positions.device))
 
     def forward(self) -> None:
-        """A weight's own gradient is bound to the stream on which it was first asked for, as long as any loss of it is kept; what
-        is recorded must not wait for another stream, so every pass has leaves of its own, over the same memory.
+        """Every pass has its own leaf tensors over the weights' memory. Autograd binds a leaf's gradient to the stream that first
+        used it, as long as a loss of it is alive, and a recording must not wait for another stream.
         """
         start = self.embedded.detach().requires_grad_(self.learns)
         weights = {name: weight.detach().requires_grad_() for name, weight in self.weights.items()}
@@ -221,7 +223,7 @@ class RecordedPass:
         self.grads = torch.autograd.grad(self.out, self._leaves, self.grad, allow_unused=True)
 
     def warm_up(self, weights: dict[str, nn.Parameter]) -> int:
-        """Once for kernels and libraries; the bytes that its gradient needs to be kept."""
+        """Run once to initialise kernels and libraries. Returns the bytes that are kept for the backward pass."""
         before = _allocated(self.embedded)
         self.weights = weights
         self.forward()
@@ -239,7 +241,7 @@ class RecordedPass:
 
 
 class ReplayPass(torch.autograd.Function):
-    """Hidden states of a recorded pass, in tensors that its next replay writes over."""
+    """Hidden states of a recorded pass, in tensors that the next replay overwrites."""
 
     @staticmethod
     def forward(ctx: Any, graphs: PassGraphs, recorded: RecordedPass, embedded_T: Tensor, *weights: Tensor) -> Tensor:
@@ -260,14 +262,14 @@ class ReplayPass(torch.autograd.Function):
         recorded.grad.copy_(grad)
         assert recorded.backwards is not None
         recorded.backwards.replay()
-        ctx.graphs.turn += 1  # its memory has been written over
+        ctx.graphs.turn += 1  # its memory has been overwritten
         first, *others = recorded.grads
         assert first is not None
         return None, None, first[: ctx.count], *(None if found is None else found.clone() for found in others)
 
 
 class PassGraphs:
-    """The recorded passes of a model whose weights stay where they are. One thread at a time."""
+    """The recorded passes of a model whose weights keep their addresses. Not thread-safe."""
 
     def __init__(self, model: LanguageModel, recorder: Recorder = record) -> None:
         self._backbone, self._embed, self._recorder = model.backbone, model.module.get_input_embeddings(), recorder
@@ -280,12 +282,12 @@ class PassGraphs:
         self._seen: Counter[tuple[PassSize, bool]] = Counter()
         self._places: tuple[tuple[int, bool], ...] = ()
         self._held = 0  # bytes of gradients
-        self._fails = False  # a recording of it has failed
+        self._fails = False  # whether a recording of this model has failed
         self.turn = 0  # replays so far
 
     @classmethod
     def of(cls, model: LanguageModel) -> PassGraphs | None:
-        """Asked once for a model, before other threads run. Nothing for models that gain nothing or cannot be recorded."""
+        """Call once per model, before other threads run. None: the model gains nothing or cannot be recorded."""
         if model.device.type != "cuda" or not _recordable(model):
             return None
         graphs = cls(model)
@@ -312,7 +314,7 @@ class PassGraphs:
         return close and not waits_for_the_device(padded.forward)
 
     def hidden(self, ids_T: Tensor, layout: Packed) -> Tensor | None:
-        """(at least T, D), valid until the next pass; None: not recorded."""
+        """(at least T, D), valid until the next pass. None: this size is not recorded."""
         size = PassSize.of(layout.lengths)
         if self._count * size.tokens > MOST_WORK or torch.is_autocast_enabled(self._device.type):
             return None
@@ -330,7 +332,7 @@ class PassGraphs:
         return found
 
     def _forget_if_moved(self) -> None:
-        """Graphs read weights where these lay, and give gradients of those that learned."""
+        """Drop all graphs if weights have other addresses or other weights train: graphs depend on both."""
         places = tuple((weight.data_ptr(), weight.requires_grad) for weight in self._backbone.parameters())
         if places != self._places:
             self._passes.clear()
@@ -338,7 +340,7 @@ class PassGraphs:
             self._places, self._held = places, 0
 
     def _is_open(self, size: PassSize, learns: bool) -> bool:
-        """Whether it is recorded, or to be."""
+        """Whether this size is recorded or should be now."""
         key = size, learns
         new = self._seen[key] > 1 and len(self._passes) < KEPT and not self._fails
         return self._passes[key] is not None if key in self._passes else new
@@ -367,7 +369,7 @@ class PassGraphs:
         try:
             with on_device(self._device):
                 recorded.record(self._recorder, self._pool, self._stream)
-        except RuntimeError as error:  # of torch, CUDA or Triton; the pass itself has just been made without
+        except RuntimeError as error:  # from torch, CUDA or Triton; the same pass has just worked unrecorded
             log.warning("%s: its passes cannot be recorded, and run slower (%s)", self._name, first_line(error))
             self._fails = True
             return False
@@ -382,7 +384,7 @@ class PassGraphs:
 
 
 def _recordable(model: LanguageModel) -> bool:
-    """What can be told without a pass."""
+    """The checks that need no pass."""
     module, route = model.module, model.route
     packed = isinstance(route, PackedRoute) and route.limit is None and takes_our_attention(model)
     fixed = rotary_limit(module.config, "dynamic") is None and not why_stock(model.device)

@@ -1,6 +1,6 @@
-"""The text model out of a wrapper checkpoint (see `wrappers`), as a directory of its own.
+"""Extract the text model from a wrapper checkpoint (see `load.reject_wrapper`) into its own directory.
 
-Written only after its logits on plain text were compared with the wrapper's.
+It is written only after its logits on plain text match the wrapper's.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from opd.models.load import (
 from opd.models.routes import FOREIGN, far
 from opd.models.sharded import module_without_weights
 
-LENGTH = 24  # tokens of the text that both read
+LENGTH = 24  # tokens of the text that both models read
 
 
 def extract_text_model(name: str, to: Path) -> None:
@@ -47,7 +47,7 @@ def extract_text_model(name: str, to: Path) -> None:
 
 
 def _class_of(name: str, config: Any) -> Any:
-    """The class that the checkpoint was written by."""
+    """The class that wrote the checkpoint."""
     import transformers
 
     classes = [getattr(transformers, each) for each in config.architectures or () if hasattr(transformers, each)]
@@ -60,7 +60,7 @@ def _class_of(name: str, config: Any) -> Any:
 
 
 def _text_model(name: str, whole: Any, text: Any, location: Location) -> Any:
-    """The class of the text model by itself, with the tensors that the wrapper holds for it."""
+    """The text model's own class, with its tensors from the wrapper."""
     head = whole.get_output_embeddings()
     if head is None:
         raise ModelError(f"model {name!r}: it has no output head over the vocabulary. Choose a text-only checkpoint.")

@@ -1,5 +1,5 @@
-"""What can be said about a model's files before anything is built from them: sizes that no machine can hold, shards that
-are not there, and, after a library has stumbled over one, which file it was.
+"""Check a model's files before building anything from them: impossible sizes, missing shards. After a library has failed on
+a damaged file, find which file it was.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ INDEX = "model.safetensors.index.json"
 READ = frozenset({"config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", INDEX})
 LAYERS = 10_000  # more than any model has, few enough to build
 POSITIONS = 1 << 28
-BOUNDS = ("limit", "clip", "max", "min")  # what may be infinite: no bound
+BOUNDS = ("limit", "clip", "max", "min")  # keys that contain one of these may be infinite, which means no bound
 HEADER = 100 << 20  # bytes; the limit of safetensors itself
 WIDTHS = {"F64": 8, "I64": 8, "U64": 8, "F32": 4, "I32": 4, "U32": 4, "F16": 2, "BF16": 2, "I16": 2, "U16": 2, "I8": 1, "U8": 1, "BOOL": 1,
           "F8_E4M3": 1, "F8_E5M2": 1}  # bytes of an element  # fmt: skip
@@ -28,19 +28,19 @@ AGAIN = "Download or copy the model again."
 
 @contextmanager
 def reading_model(name: str, what: str, directory: Path | None) -> Iterator[None]:
-    """Whatever a library raises over a damaged file becomes one sentence that names the file."""
+    """Turn any error that a library raises over a damaged file into one sentence that names the file."""
     try:
         yield
     except (OpdError, MemoryError, Stopped):
         raise
-    except Exception as error:  # tokenizers raise it bare, and a config's wrong value may surface as anything
+    except Exception as error:  # tokenizers raises bare Exception, and a wrong value in a config can cause any error
         if (
             type(error).__name__ == "OutOfMemoryError"
-        ):  # of torch, which is not loaded for this: the run knows what to lower
+        ):  # torch's, by name so as not to import torch here; the caller says what to lower
             raise
         raise _explained(name, what, directory, error) from None
     except BaseException as error:
-        if type(error).__name__ != "PanicException":  # how the libraries written in Rust fail
+        if type(error).__name__ != "PanicException":  # a panic in a library written in Rust
             raise
         raise _explained(name, what, directory, error) from None
 
@@ -60,7 +60,7 @@ def _explained(name: str, what: str, directory: Path | None, error: BaseExceptio
 
 
 def first_broken(directory: Path) -> str | None:
-    """A sentence about the first file that cannot be what its name says."""
+    """A sentence about the first file that is not valid for its file type."""
     try:
         names = sorted(path for path in directory.iterdir() if path.name in READ or path.suffix == ".safetensors")
     except OSError as error:
@@ -94,7 +94,7 @@ def read_header(path: Path) -> dict[str, int]:
 
 
 def read_shapes(path: Path) -> dict[str, tuple[int, ...]]:
-    """Tensor name -> shape, from the header of a safetensors file, after comparing its sizes with the file's."""
+    """Tensor name -> shape, from the header of a safetensors file, after checking its sizes against the file's."""
     try:
         with path.open("rb") as file:
             size = path.stat().st_size
@@ -121,7 +121,7 @@ def read_shapes(path: Path) -> dict[str, tuple[int, ...]]:
 
 
 def _fills(entry: dict[str, Any], shape: tuple[int, ...]) -> bool:
-    """Whether a tensor's bytes are as many as its shape asks for; types narrower than a byte are left to the reader."""
+    """Whether a tensor's byte count matches its shape. Types narrower than a byte are left to the reader."""
     begin, end = entry["data_offsets"]
     width = WIDTHS.get(entry["dtype"])
     return bool(
@@ -130,9 +130,9 @@ def _fills(entry: dict[str, Any], shape: tuple[int, ...]) -> bool:
 
 
 def weight_files(directory: Path) -> list[Path]:
-    """The files that hold the weights, all of them there and inside the directory."""
+    """The files that hold the weights. Raises ModelError if one is missing or outside the directory."""
     index, whole = directory / INDEX, directory / "model.safetensors"
-    if whole.is_file():  # transformers reads no other then
+    if whole.is_file():  # then transformers reads no other file
         return [whole]
     if not index.is_file():
         found = sorted(directory.glob("*.safetensors"))
@@ -155,7 +155,7 @@ def weight_files(directory: Path) -> list[Path]:
 
 
 def weights_here(directory: Path) -> bool:
-    """Whether all files are there; of a model on the hub, they come when it is first read."""
+    """Whether all weight files are here. A hub model's are downloaded when it is first read."""
     try:
         return bool(weight_files(directory))
     except ModelError:
@@ -176,14 +176,14 @@ def stored_shapes(directory: Path) -> dict[str, tuple[int, ...]]:
 
 
 def check_sizes(name: str, config: dict[str, Any], tensors: int | None = None) -> None:
-    """Refuse counts that would be built for hours. `tensors`: how many the weight files hold, where they are here."""
+    """Reject counts that would take hours to build. `tensors`: how many the weight files hold, if they are here."""
     limits = {"layer": LAYERS, "expert": 10 * LAYERS, "head": 10 * LAYERS, "position": POSITIONS}
     for key, value in _numbers(config):
         if math.isnan(value) or (math.isinf(value) and not any(part in key for part in BOUNDS)):
             raise ModelError(
                 f"model {name!r}: its config says {key} {value}, which is not a number to compute with. {AGAIN}"
             )
-        counts = not key.startswith("vocab")  # Gemma's vocab_size_per_layer_input is no number of layers
+        counts = not key.startswith("vocab")  # Gemma's vocab_size_per_layer_input is not a number of layers
         limit = next((limit for part, limit in limits.items() if counts and part in key), None)
         if limit is not None and value > limit:
             raise ModelError(f"model {name!r}: its config says {key} {value}, more than any model has. {AGAIN}")
@@ -198,7 +198,7 @@ def check_sizes(name: str, config: dict[str, Any], tensors: int | None = None) -
 
 
 def _numbers(config: dict[str, Any]) -> Iterator[tuple[str, float]]:
-    """(key, number), however deep. `{"__float__": "Infinity"}` is how transformers write what JSON has no word for."""
+    """(key, number) at any depth. transformers writes `{"__float__": "Infinity"}` for values that JSON lacks."""
     waiting: list[tuple[str, Any]] = list(config.items())
     while waiting:
         key, value = waiting.pop()

@@ -1,7 +1,7 @@
-"""What surrounds the products of a decoder layer, each as one Triton kernel: RMS norm, gated activation, rotary embedding.
+"""Triton kernels for the parts of a decoder layer around its matrix products: RMS norm, gated activation, rotary embedding.
 
-Written out in torch they are five to ten kernels each, most of them in fp32: in a decode step that is most of the
-launches, in a training step most of the memory traffic. Sums are kept in fp32, and rounded where torch rounds.
+In plain torch each takes five to ten kernels, most of them in fp32: most of the launches in a decode step, and most of the
+memory traffic in a training step. Sums are kept in fp32 and rounded at the same points as in torch.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import triton.language as tl
 # mypy: ignore-errors
 
 
-ELEMENTS = 2048  # of a tile
-PROGRAMS = 528  # that share the rows of a backward pass: four for each processor of a large device
+ELEMENTS = 2048  # per tile
+PROGRAMS = 528  # most programs that share the rows of a backward pass: four per multiprocessor of a large device
 
 
 @triton.jit(do_not_specialize=["count"])
@@ -43,7 +43,7 @@ def rms_norm_backward_kernel(
     grad, x, weight, scales, grad_x, grad_weight, count, WIDTH: tl.constexpr, LANES: tl.constexpr, ROWS: tl.constexpr,
     OFFSET: tl.constexpr, LEARNS: tl.constexpr,
 ):  # fmt: skip
-    """Each program takes every so many tiles of rows, and leaves its part of the weight's gradient."""
+    """Each program strides over tiles of rows, and stores its part of the weight's gradient."""
     lanes = tl.arange(0, LANES)
     gain = tl.load(weight + lanes, mask=lanes < WIDTH, other=0.0).to(tl.float32) + OFFSET
     total = tl.zeros([LANES], tl.float32)
@@ -93,7 +93,7 @@ def rotate_kernel(
     HEADS: tl.constexpr, GROUPS: tl.constexpr, PADDED: tl.constexpr, HALF: tl.constexpr, LANES: tl.constexpr,
     BACK: tl.constexpr,
 ):  # fmt: skip
-    """All heads of one token. BACK: the gradient, which turns the other way."""
+    """All heads of one token. BACK: the gradient, which rotates the other way."""
     row, token = tl.program_id(0).to(tl.int64) // tokens, tl.program_id(0).to(tl.int64) % tokens
     lanes, heads = tl.arange(0, LANES), tl.arange(0, PADDED)
     turn, inside = row * turn_row + token * turn_token + lanes, lanes < HALF
@@ -144,7 +144,7 @@ class RmsNorm(torch.autograd.Function):
 
 
 def rms_norm(x, weight, eps, offset=0.0, early=True):
-    """(…, D): x / rms(x) * (weight + offset). `early`: rounded before the weight is multiplied in, as Llama does."""
+    """(…, D): x / rms(x) * (weight + offset). `early`: round before multiplying by the weight, as Llama does."""
     x = x.contiguous()
     if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
         return RmsNorm.apply(x, weight, eps, offset, early)
@@ -209,7 +209,7 @@ class Rotate(torch.autograd.Function):
 
 
 def rotate(query, key, cos, sin):
-    """query (B, H, T, D), key (B, G, T, D), cos and sin (B or 1, T, D), no gradient -> both, turned, in their layout."""
+    """query (B, H, T, D), key (B, G, T, D), cos and sin (B or 1, T, D), no gradient -> both, rotated, in their layout."""
     query, key, cos, sin = (_lanes(tensor) for tensor in (query, key, cos, sin))
     if torch.is_grad_enabled() and (query.requires_grad or key.requires_grad):
         return Rotate.apply(query, key, cos, sin)
@@ -235,18 +235,18 @@ def _rotate(query, key, cos, sin, back):
 
 
 def _lanes(tensor):
-    """With its last axis in one piece."""
+    """The tensor with a contiguous last axis."""
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
 def _tile(width):
-    """Lanes, rows and warps of a tile of whole rows."""
+    """Lanes, rows and warps of a tile of full rows."""
     lanes = triton.next_power_of_2(width)
     return lanes, max(1, ELEMENTS // lanes), min(max(lanes // 512, 4), 16)
 
 
 def _on(tensor):
-    """Kernels are launched on the current device."""
+    """Make the tensor's device current: Triton launches kernels on the current device."""
     if not tensor.is_cuda or tensor.get_device() == torch.cuda.current_device():
         return nullcontext()
     return torch.cuda.device(tensor.device)

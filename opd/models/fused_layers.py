@@ -1,10 +1,10 @@
-"""Decoder layers with fused kernels around their products, where a model's own classes compute what those do.
+"""Replace parts of decoder layers by fused kernels, if a model's own classes compute the same formulas.
 
     fuse_layers(module)      # -> "RMS norms, gated activations, rotary embeddings"
 
-A module is recognised by its parts and then by its results: on small random input it has to give, to the bit, what the
-formula gives. It keeps its parameters and its name and gets a subclass of its class, which leaves everything but half
-precision on a GPU to that class. Where torch compiles, `stock_layers` gives the classes back: it fuses by itself.
+A module is recognised by its parts and then by its results: on small random input it must match the formula bit for bit. It
+keeps its parameters and name, and its class becomes a subclass that runs the kernel for half precision on a GPU and the stock
+code otherwise. Under torch.compile, which fuses by itself, `stock_layers` restores the classes.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from torch.nn.functional import silu
 from opd.models.attention import OLDEST
 
 HALF = (torch.bfloat16, torch.float16)
-NORMS = ((0.0, True), (0.0, False), (1.0, False))  # what is added to the weight; whether rounding comes before it
+NORMS = ((0.0, True), (0.0, False), (1.0, False))  # (added to the weight, whether to round before multiplying by it)
 GATED = {"gate_proj", "up_proj", "down_proj"}
 ROTARY = "apply_rotary_pos_emb"
-STOCK = "_stock_class"  # of a fused class: what it was made of
+STOCK = "_stock_class"  # attribute of a fused class: the class it was made from
 
 
 class NormFormula(NamedTuple):
-    """An RMS norm: its weight, its epsilon, what is added to the weight, and whether rounding comes before it."""
+    """An RMS norm. `offset` is added to the weight; `early`: round before multiplying by the weight."""
 
     weight: Tensor
     eps: float
@@ -43,7 +43,7 @@ class NormFormula(NamedTuple):
 
 
 def fuse_layers(module: nn.Module) -> str:
-    """In place; what was fused, for a reader. It needs `kernels_on` where it is to run."""
+    """Fuse in place. Returns what was fused, as text. Call it only if `kernels_on` the module's device."""
     found: dict[str, None] = {}
     for child in module.modules():
         what, fused = _recognised(child)
@@ -54,13 +54,13 @@ def fuse_layers(module: nn.Module) -> str:
 
 
 def kernels_on(device: torch.device | str) -> bool:
-    """Whether fused kernels run there."""
+    """Whether fused kernels run on this device."""
     return torch.device(device).type == "cuda" and not why_stock(device)
 
 
 @cache
 def why_stock(device: torch.device | str) -> str:
-    """Why a GPU computes layers as their classes are written, kernel by kernel; nothing where it does not."""
+    """Why this GPU cannot run fused kernels; empty if it can, or if the device is not a GPU."""
     if torch.device(device).type != "cuda":
         return ""
     if importlib.util.find_spec("triton") is None:
@@ -70,7 +70,7 @@ def why_stock(device: torch.device | str) -> str:
 
 
 def stock_layers(module: nn.Module) -> None:
-    """Undo it."""
+    """Undo `fuse_layers`."""
     for child in module.modules():
         child.__class__ = vars(type(child)).get(STOCK, type(child))
 
@@ -80,13 +80,13 @@ def is_fused(child: nn.Module) -> bool:
 
 
 def stock_class(child: nn.Module) -> type[nn.Module]:
-    """Of a fused child: the class it had before."""
+    """The original class of a fused module."""
     found: type[nn.Module] = vars(type(child))[STOCK]
     return found
 
 
 def norm_of(child: nn.Module) -> NormFormula | None:
-    """Of a norm that was fused."""
+    """The formula of a fused norm. None: this is not one."""
     return child.formula() if is_fused(child) and isinstance(child, KnownNorm) else None
 
 
@@ -124,15 +124,15 @@ def _takes(x: Tensor) -> bool:
 
 
 def _epsilon(child: nn.Module) -> str:
-    """The name under which it keeps its epsilon, if it is nothing but a weight and that."""
+    """The attribute that holds the epsilon, if the module has only a weight and an epsilon; else empty."""
     plain = [name for name, _ in child.named_parameters()] == ["weight"] and not list(child.children())
-    alone = len(inspect.signature(type(child).forward).parameters) == 2  # itself and the hidden states
+    alone = len(inspect.signature(type(child).forward).parameters) == 2  # self and the hidden states
     names = [name for name in ("variance_epsilon", "eps") if isinstance(vars(child).get(name), float)]
     return names[0] if plain and alone and names else ""
 
 
 def _norm_kind(child: nn.Module, epsilon: str) -> tuple[float, bool] | None:
-    """Which of the usual formulas it is, to the bit."""
+    """The usual formula that the module matches bit for bit; None if there is none."""
     generator = torch.Generator().manual_seed(0)
     probe = copy.copy(child)
     weight = nn.Parameter(torch.rand(48, generator=generator).bfloat16())
@@ -172,7 +172,7 @@ def _norm_class(base: Any, epsilon: str, offset: float, early: bool) -> type[nn.
 
 
 def _is_gated(child: nn.Module) -> bool:
-    """Whether it is down(silu(gate(x)) * up(x)) and nothing else."""
+    """Whether the module computes exactly down(silu(gate(x)) * up(x))."""
     parts = dict(child.named_children())
     alone = len(inspect.signature(type(child).forward).parameters) == 2
     if not alone or not all(isinstance(parts[name], nn.Linear) for name in GATED):
@@ -181,7 +181,7 @@ def _is_gated(child: nn.Module) -> bool:
     shapes = {"gate_proj": (8, 6), "up_proj": (8, 6), "down_proj": (6, 8)}
     small = {
         name: nn.utils.skip_init(nn.Linear, *shape) for name, shape in shapes.items()
-    }  # nobody's seed is drawn from
+    }  # leaves the global random state alone
     for parameter in nn.ModuleDict(small).parameters():
         nn.init.uniform_(parameter, -1, 1, generator)
     vars(probe)["_modules"] = parts | small
@@ -211,7 +211,7 @@ def _gated_class(base: Any) -> type[nn.Module]:
 
 @cache
 def _turning_class(base: Any) -> type[nn.Module] | None:
-    """Its own forward pass, in which the function that turns queries and keys is another."""
+    """A subclass with the same forward pass, except that queries and keys are rotated by the fused kernel."""
     forward = base.forward
     if not inspect.isfunction(forward) or ROTARY not in forward.__code__.co_names:
         return None
@@ -231,7 +231,7 @@ def _turns_halves(turn: Callable[..., Any]) -> bool:
     q, k, cos, sin = (torch.randn(2, *shape, generator=generator) for shape in ((3, 5, 8), (1, 5, 8), (5, 8), (5, 8)))
     try:
         given = turn(q, k, cos, sin)
-    except (RuntimeError, IndexError):  # it takes other shapes
+    except (RuntimeError, IndexError):  # the function expects other shapes
         return False
     wanted = (x * cos[:, None] + torch.cat([-x[..., 4:], x[..., :4]], -1) * sin[:, None] for x in (q, k))
     return all(a.shape == b.shape and torch.allclose(a, b, atol=1e-5) for a, b in zip(given, wanted, strict=True))

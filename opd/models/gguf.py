@@ -1,6 +1,7 @@
-"""GGUF files, converted once. Reading one takes transformers half a minute, so the result is kept as a Hugging Face directory.
+"""Convert GGUF files, once. transformers takes half a minute to read one, so the result is cached as a Hugging Face directory.
 
-The cache is `$XDG_CACHE_HOME/opd` (or `~/.cache/opd`), keyed by the file's path, size and time; delete it at will.
+The cache is `$XDG_CACHE_HOME/opd` (or `~/.cache/opd`), keyed by the file's path, size and modification time. It may be deleted
+at any time.
 """
 
 from __future__ import annotations
@@ -23,12 +24,14 @@ from opd.models.files import AGAIN, check_sizes
 from opd.models.load import load_complete, some
 
 STRING, ARRAY = 8, 9
-WIDTHS = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}  # bytes of a value, by its type's number
+WIDTHS = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}  # bytes of a value, by type number
 FORMATS = {4: "<I", 5: "<i", 10: "<Q", 11: "<q"}
-ALIGNMENT = 32  # of the data, where the metadata name none
-DIMENSIONS = 4  # that a tensor may have
-CHECKED = "every tensor"  # part of the cache's key: what earlier versions kept may have random weights in place of missing ones
-DEPTH = 4  # of arrays in arrays
+ALIGNMENT = 32  # bytes; of the data, unless the metadata give another
+DIMENSIONS = 4  # most dimensions of a tensor
+CHECKED = (
+    "every tensor"  # part of the cache key: caches of earlier versions may have random weights in place of missing ones
+)
+DEPTH = 4  # most levels of nested arrays
 
 
 def converted(file: Path) -> Path:
@@ -45,7 +48,7 @@ def converted(file: Path) -> Path:
             _convert(file, partial)
             partial.rename(target)
         except OSError:
-            if not (target / "config.json").is_file():  # else: another process was faster, and its copy is as good
+            if not (target / "config.json").is_file():  # else another process was faster; use its copy
                 raise
         finally:
             shutil.rmtree(partial, ignore_errors=True)
@@ -63,20 +66,20 @@ def _convert(file: Path, target: Path) -> None:
     _forget_quantisation(module)
     module.save_pretrained(target)
     tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name, trust_remote_code=False)
-    tokenizer.clean_up_tokenization_spaces = False  # decoding would say that it ignores it
+    tokenizer.clean_up_tokenization_spaces = False  # decoding would warn that it ignores this setting
     tokenizer.save_pretrained(target)
 
 
 @dataclass(frozen=True)
 class Header:
-    """What the metadata and the table of tensors say; `tensors`: name -> number of elements."""
+    """Facts from the metadata and the tensor table. `tensors`: name -> number of elements."""
 
     tensors: dict[str, int]
     architecture: str
 
 
 def check_header(file: Path) -> Header:
-    """Walk metadata and tensor table once, before the reader that trusts their counts and would loop for years."""
+    """Check the metadata and tensor table first: the gguf reader trusts their counts, and could loop for years."""
     size = file.stat().st_size
     with file.open("rb") as stream:
         if stream.read(4) != b"GGUF":
@@ -114,7 +117,7 @@ def _reading_header(file: Path, stream: BinaryIO) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Described:
-    """A line of the table of tensors; `offset` counts from where the data begins."""
+    """An entry of the tensor table. `offset` counts from the start of the data."""
 
     name: str
     elements: int
@@ -133,7 +136,7 @@ def _tensor(stream: BinaryIO, size: int) -> Described:
 
 
 def _check_places(file: Path, entries: list[Described], end: int, alignment: Any) -> None:
-    """Each tensor once, of a known type, and inside the file."""
+    """Check that tensors are unique, have a known type and lie inside the file."""
     from gguf.constants import GGML_QUANT_SIZES
 
     width = alignment if isinstance(alignment, int) and alignment > 0 else ALIGNMENT
@@ -156,9 +159,9 @@ def _check_places(file: Path, entries: list[Described], end: int, alignment: Any
 
 
 def check_described(file: Path, header: Header) -> None:
-    """Whether the file holds every tensor that the model which its metadata describe has, and none that it has not.
+    """Check that the file holds exactly the tensors of the model that its metadata describe.
 
-    By the names that transformers reads, on a model without memory.
+    Uses the names that transformers reads, and a model on the meta device.
     """
     from transformers import AutoConfig
 
@@ -168,17 +171,21 @@ def check_described(file: Path, header: Header) -> None:
     config = AutoConfig.from_pretrained(file.parent, gguf_file=file.name, trust_remote_code=False)
     module = empty_model(config)
     asked, stored = sum(parameter.numel() for parameter in module.parameters()), sum(header.tensors.values())
-    if asked > 2 * stored:  # less is told by name
+    if asked > 2 * stored:  # smaller gaps are reported below, by tensor name
         raise ModelError(
             f"model {name!r}: its metadata ask for {asked:,} parameters, and the file holds {stored:,}. {AGAIN}"
         )
     targets = _targets(module, config, header.architecture)
-    if not targets:  # read another way, in which nothing is filled in: what is missing is told once it is read
+    if (
+        not targets
+    ):  # transformers' other reader fills in nothing, so missing tensors are reported when the file is read
         return
     wanted = {key: parameter for key, parameter in module.named_parameters()}
     held: dict[str, int] = {}
     for source, target in targets.items():
-        count = header.tensors.get(source) or header.tensors.get(f"{source}.weight")  # experts are listed without
+        count = header.tensors.get(source) or header.tensors.get(
+            f"{source}.weight"
+        )  # experts are listed without the suffix
         if count is not None:
             held[target] = held.get(target, 0) + count
     missing = sorted(source for source, target in targets.items() if target in wanted and target not in held)
@@ -199,12 +206,12 @@ def check_described(file: Path, header: Header) -> None:
 
 
 def _targets(module: Any, config: Any, architecture: str) -> dict[str, str]:
-    """GGUF's name -> the parameter that transformers fills from it; empty where it reads the architecture another way."""
+    """GGUF name -> parameter that transformers fills from it. Empty if it reads the architecture with its other reader."""
     from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor, get_gguf_hf_weights_map
 
     try:
         from transformers.integrations.gguf.utils import is_gguf_arch_supported
-    except ImportError:  # before transformers had two ways
+    except ImportError:  # older transformers has only one reader
         pass
     else:
         if is_gguf_arch_supported(architecture):
@@ -214,7 +221,7 @@ def _targets(module: Any, config: Any, architecture: str) -> dict[str, str]:
 
 
 def _denied(key: str, targets: dict[str, str], layers: int) -> bool:
-    """A bias of a layer that has none here, or a layer beyond their number."""
+    """Whether this is a bias of a layer that should have none, or belongs to a layer beyond the config's number."""
     block = re.match(r"blk\.(\d+)\.", key)
     beyond = block is not None and int(block[1]) >= layers and re.sub(r"\d+", "0", key, count=1) in targets
     return beyond or (key.endswith(".bias") and key.removesuffix("bias") + "weight" in targets)
@@ -228,7 +235,7 @@ def _bytes(stream: BinaryIO, size: int) -> bytes:
 
 
 def _value(stream: BinaryIO, kind: int, size: int, depth: int = 0) -> int | str | None:
-    """Move past one value; whole numbers and texts are returned."""
+    """Move past one value. Integers and strings are returned."""
     if kind == STRING:
         return _bytes(stream, size).decode("utf-8", "replace")
     if kind == ARRAY and depth < DEPTH:
@@ -251,7 +258,7 @@ def _value(stream: BinaryIO, kind: int, size: int, depth: int = 0) -> int | str 
 
 
 def _forget_quantisation(module: Any) -> None:
-    """The weights were dequantised while loading; while the model remembers otherwise, `save_pretrained` refuses."""
+    """Mark the model as not quantised. Loading dequantised its weights, but `save_pretrained` fails while the marks remain."""
     module.hf_quantizer = None
     module.is_quantized = False
     for holder in (module, module.config):

@@ -1,4 +1,4 @@
-"""One wrapper around any causal LM: hidden states of packed sequences, and the head as a `Projection`.
+"""A wrapper around any causal LM: hidden states of packed sequences, and the head as a `Projection`.
 
 model = load_model("tiny/generalist")
 hidden_TD = model.hidden(ids_T, Packed.of([12, 7]))       # two sequences back to back
@@ -44,23 +44,23 @@ T = TypeVar("T")
 class LanguageModel:
     """`module` is the stock transformers class with our attention switched on; LoRA layers, if any, are inside it."""
 
-    spread = False  # over ranks, which then make as many passes
+    spread = False  # whether layers are sharded over ranks, which must then make the same number of passes
 
-    passes_alone = True  # whether a pass takes nobody but this process, so that it may make more of them
+    passes_alone = True  # whether a pass involves only this process, so that it may make extra passes
 
-    stays = True  # whether its weights lie where they are, so that passes may be recorded
+    stays = True  # whether its weights keep their addresses, so that passes can be recorded
 
-    has_modules = False  # whether trainable modules read its hidden states, and need no gradient of it
+    has_modules = False  # whether trainable modules read its hidden states, even if it gets no gradient itself
 
-    graphs: PassGraphs | None = None  # of passes that are recorded; a copy has none
+    graphs: PassGraphs | None = None  # recorded passes; a copy has none
 
-    lora: Lora | None = None  # settings of its adapters; a copy to sample with has them merged
+    lora: Lora | None = None  # settings of its adapters; a copy for sampling has them merged
 
     def __init__(self, module: Any, tokenizer: Any, name: str) -> None:
         self.module, self.tokenizer, self.name = module.eval(), tokenizer, name
         self.adapter: Any = None  # peft's wrapper, when there is one
-        self._plain: Any = None  # the module as it was before LoRA layers were put in
-        self.unquantised: dict[str, Tensor] = {}  # weights of quantised layers as they were, until someone has compared
+        self._plain: Any = None  # the module before LoRA layers were added
+        self.unquantised: dict[str, Tensor] = {}  # original weights of quantised layers, kept until they were compared
         self.head = plain_head(module, name)
         self.scale, self.softcap = logit_scale(module.config), logit_softcap(module.config)
         rows = self.head.weight.shape[0]
@@ -84,7 +84,7 @@ class LanguageModel:
 
     @property
     def backbone(self) -> Any:
-        """The model below the head. Llama 4 has no base model of the name that its class gives."""
+        """The model below the head. Llama 4's class names a base model that it does not have."""
         base = self.module.base_model
         return base if base is not self.module else next(self.module.children())
 
@@ -108,29 +108,29 @@ class LanguageModel:
 
     @contextmanager
     def resident(self) -> Iterator[LanguageModel]:
-        """The model with its weights in memory; one whose weights wait elsewhere has them for as long."""
+        """The model with its weights in memory. Offloaded weights are loaded for the duration of the context."""
         yield self
 
     def inside(self, compute: Callable[[], T]) -> T:
-        """Whatever reads weights for a loss runs in here: where they are sharded, they are whole inside."""
+        """Run code that reads weights for a loss. Sharded weights are gathered inside."""
         return compute()
 
     def passes(self, packs: Sequence[T]) -> Iterator[T]:
-        """The packs, one after the other; on several ranks all make as many passes as the busiest."""
+        """The packs, one after the other. On several ranks all make as many passes as the busiest one."""
         return iter(packs)
 
     def trainable(self) -> dict[str, nn.Parameter]:
         return {name: parameter for name, parameter in self.module.named_parameters() if parameter.requires_grad}
 
     def outer(self) -> set[str]:
-        """Names of weights that train and are no hidden layer's: embeddings and the output head."""
+        """Names of trainable weights outside hidden layers: embeddings and the output head."""
         parts = {
             name for name, child in self.module.named_modules() if isinstance(child, nn.Embedding) or child is self.head
         }
         return {name for name in self.trainable() if name.rpartition(".")[0] in parts or ".lora_embedding_" in name}
 
     def finite(self) -> bool:
-        """Whether all weights that training changes are numbers."""
+        """Whether all trainable weights are finite."""
         return all(bool(torch.isfinite(parameter).all()) for parameter in self.trainable().values())
 
     # LoRA
@@ -140,11 +140,11 @@ class LanguageModel:
         self.adapter, self.lora = lora.attach(self.module, self.head, settings), settings
 
     def checkpoint_layers(self) -> None:
-        """Trade time for memory in passes with gradients; copies for sampling are left as they are."""
+        """Trade time for memory in passes with gradients; copies for sampling do not recompute."""
         checkpoint_layers(self.module, self.name)
 
     def weights(self, version: int) -> WeightsRef:
-        """The policy's weights by their plain names, LoRA merged; what is not adapted is shared, not copied."""
+        """The policy's weights by their plain names, LoRA merged. Weights without adapters are shared, not copied."""
         plain = self.module if self.adapter is None else self._plain
         tensors = {name: parameter.detach() for name, parameter in plain.named_parameters()}
         if self.adapter is not None:
@@ -152,18 +152,18 @@ class LanguageModel:
         return WeightsRef(version, tensors)
 
     def factors(self) -> dict[str, Tensor]:
-        """LoRA's, by the names of peft's files; shared, not copied."""
+        """LoRA factors by their names in peft's files; shared, not copied."""
         return {lora.file_name(name): parameter.detach() for name, parameter in self.trainable().items()}
 
     def inference_copy(self, dtype: torch.dtype | None = None, *, own: bool = False) -> LanguageModel:
-        """A second module for sampling. Tensors are shared where nothing has to be converted or merged.
+        """A second module for sampling. Tensors that need no conversion or merging are shared.
 
-        `own`: whatever training changes is not shared, nor is the count of its changes that autograd keeps: another
-        thread may sample with it, and load weights, in the middle of a backward pass.
+        `own`: do not share trainable weights or their autograd version counters, so that another thread may sample with
+        the copy, and load weights, in the middle of a backward pass.
         """
         clone, moving = copy.copy(self), self.moving()
         plain = self.module if self.adapter is None else self._plain
-        converted = dtype not in (None, self.dtype)  # weights of another type are all written at every load
+        converted = dtype not in (None, self.dtype)  # then every load writes all weights
         copied = {name for name, _ in plain.named_parameters() if converted or name in moving}
         clone.module = share_module(plain, copied if own else ())
         clone.adapter, clone._plain, clone.graphs = None, None, None
@@ -178,11 +178,11 @@ class LanguageModel:
         return clone
 
     def copied(self, dtype: torch.dtype | None, wanted: bool) -> LanguageModel | None:
-        """An `inference_copy` for who wants one; where weights are spread over ranks, all have to ask."""
+        """An `inference_copy` if `wanted`. With weights sharded over ranks, all ranks must call it."""
         return self.inference_copy(dtype)
 
     def base(self) -> LanguageModel:
-        """The model below the adapters; every tensor is shared."""
+        """The model without its adapters; every tensor is shared."""
         clone = copy.copy(self)
         clone.module, clone.adapter, clone._plain, clone.graphs = share_module(self._plain), None, None, None
         clone.lora = None
@@ -212,7 +212,7 @@ class LanguageModel:
         return clone
 
     def restore(self, directory: Path) -> None:
-        """Take over the weights that `save` wrote there, bit for bit; tensors shared with a sampler stay shared."""
+        """Load the weights that `save` wrote there, bit for bit; tensors shared with a sampler stay shared."""
         if self.adapter is not None:
             lora.load_adapter(self.adapter, directory / "adapter")
             return
@@ -227,7 +227,7 @@ class LanguageModel:
                 parameter.copy_(tensors[name])
 
     def save(self, directory: Path | str, stop: tuple[int, ...] = ()) -> None:
-        """A plain Hugging Face directory (LoRA merged; the adapter beside it) that carries every stop id."""
+        """Write a plain Hugging Face directory with every stop id. LoRA is merged; the adapter is saved in `adapter/`."""
         directory = Path(directory)
         directory.mkdir(parents=True, exist_ok=True)
         module = self.module
@@ -245,7 +245,7 @@ class LanguageModel:
 
 
 def stored_parts(tensor: Tensor) -> list[Tensor]:
-    """The plain tensors that it is made of: itself, the several of a quantised one, or this rank's of one that is spread."""
+    """The plain tensors that a tensor consists of: itself, the parts of a quantised one, or this rank's part of a sharded one."""
     if not is_traceable_wrapper_subclass(tensor):
         return [tensor]
     inside = (getattr(tensor, name) for name in tensor.__tensor_flatten__()[0])
@@ -253,7 +253,7 @@ def stored_parts(tensor: Tensor) -> list[Tensor]:
 
 
 def share_module(module: Any, copied: Collection[str] = ()) -> Any:
-    """A copy of the module tree whose frozen parameters share their storage with the original's, save for those `copied`."""
+    """A copy of the module tree with frozen parameters that share the original's storage, except those named in `copied`."""
     memo: dict[int, Any] = {
         id(parameter): nn.Parameter(
             parameter.detach().clone() if name in copied else parameter.detach(), requires_grad=False
@@ -270,7 +270,7 @@ def logit_scale(config: Any) -> float:
 
 
 def logit_softcap(config: Any) -> float | None:
-    """Gemma's name for it, RecurrentGemma's, and xLSTM's."""
+    """The cap on logits, under Gemma's, RecurrentGemma's or xLSTM's name for it."""
     names = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
     return next((value for value in (getattr(config, name, None) for name in names) if value), None)
 
@@ -289,14 +289,14 @@ def plain_head(module: Any, name: str) -> nn.Linear:
 def context_of(config: Any) -> int:
     """The longest sequence; models without positions (Mamba, RWKV) have no limit of their own.
 
-    Dynamic NTK turns positions differently once it has read something longer than it was trained on, so it stops there.
+    Dynamic NTK changes its rotary frequencies after a sequence longer than its training length, so that length is its limit.
     """
     names = ("max_position_embeddings", "max_seq_len", "context_length")
     known = [rotary_limit(config, "dynamic"), *(getattr(config, name, None) for name in names)]
     return next((int(value) for value in known if value), sys.maxsize)
 
 
-# The output head of a model without the rest of it, for hidden states that come from elsewhere.
+# --- Only the output head of a model, for hidden states that come from elsewhere ---
 #
 # head = load_head("org/name")              # tokenizer, stop ids and one matrix; no layer is read
 # head.project(hidden_ND, size)             # its distribution
@@ -304,7 +304,7 @@ def context_of(config: Any) -> int:
 
 @dataclass(frozen=True, eq=False)
 class OutputHead:
-    """`weight` is None where only its shape was asked for."""
+    """`weight` is None if only its shape was requested (`describe_head`)."""
 
     name: str
     tokenizer: Any
@@ -323,14 +323,14 @@ class OutputHead:
 
     @property
     def digest(self) -> str:
-        """Of the weights as they are here."""
+        """Hash of the weights in memory."""
         assert self.weight is not None
         raw = self.weight.detach().cpu().contiguous().view(torch.uint8)
         return hashlib.sha256(raw.numpy().data).hexdigest()
 
 
 def describe_head(name: str, revision: str | None = None) -> OutputHead:
-    """All but the weights: only a model's config and tokenizer are read."""
+    """The head without its weight: reads only the model's config and tokenizer."""
     found, _ = _described(name, revision)
     return found
 
@@ -367,7 +367,7 @@ def _described(name: str, revision: str | None) -> tuple[OutputHead, Any]:
     config, tokenizer, location = load_config(name, revision), load_tokenizer(name, revision), locate(name, revision)
     with reading_model(name, "its config", location.directory):
         module = empty_model(config)
-        with suppress(OSError):  # there is none
+        with suppress(OSError):  # no generation config
             module.generation_config = GenerationConfig.from_pretrained(location.path, **location.arguments)
         rows, width = plain_head(module, name).weight.shape
         stops = stop_ids(module, tokenizer, rows, name)
@@ -380,7 +380,7 @@ def _names(module: Any, tensor: Tensor) -> list[str]:
 
 
 def _stored(name: str, location: Location, wanted: list[str]) -> tuple[Path, str]:
-    """The file that holds one of these tensors, and which."""
+    """The file that holds one of these tensors, and that tensor's name."""
     for path in _files(location, wanted):
         for key in wanted:
             if key in read_header(path):
@@ -389,7 +389,7 @@ def _stored(name: str, location: Location, wanted: list[str]) -> tuple[Path, str
 
 
 def _files(location: Location, wanted: list[str]) -> Iterable[Path]:
-    """Of a model on the hub, only those that the index names for these tensors are fetched."""
+    """The model's weight files. From the hub, only those with these tensors are downloaded."""
     if location.directory is not None:
         return weight_files(location.directory)
     from huggingface_hub import hf_hub_download
@@ -403,7 +403,7 @@ def _files(location: Location, wanted: list[str]) -> Iterable[Path]:
     return [Path(hf_hub_download(location.path, file, revision=location.revision)) for file in files]
 
 
-# Rollouts back to back in one row per forward pass, filled up to a token budget.
+# --- Packing rollouts into forward passes, up to a token budget ---
 #
 # Position t - 1 predicts token t: `predicting` holds, for every response token in order, the row of the token before it.
 
@@ -441,9 +441,9 @@ class Pack:
 
 
 class Row(Protocol):
-    """What a forward pass needs of a pack: ids back to back, and the rows that predict the tokens asked about.
+    """What a forward pass needs from a pack: ids back to back, and the rows that predict the tokens in question.
 
-    No row comes twice in `predicting_N`: its gradient is copied back, not added up (`attention.TakeRows`).
+    `predicting_N` has no duplicates: its gradient is copied back, not added up (`attention.TakeRows`).
     """
 
     @property
@@ -465,9 +465,9 @@ S = TypeVar("S", bound=Sized)
 
 
 def pack(rollouts: Sequence[S], budget: int, unit: Callable[[S], str] | None = None) -> list[list[S]]:
-    """Cut rollouts, in their order, into batches of at most `budget` tokens. Rollouts of one unit stay together.
+    """Split rollouts, in order, into batches of at most `budget` tokens. Rollouts of one unit stay together.
 
-    A single unit above the budget gets a batch of its own: it is never split, dropped or cut.
+    A unit above the budget gets a batch of its own: it is never split, dropped or truncated.
     """
     units: dict[str, list[S]] = {}
     for rollout in rollouts:
@@ -484,7 +484,7 @@ def pack(rollouts: Sequence[S], budget: int, unit: Callable[[S], str] | None = N
     return batches
 
 
-# The parameter-space baseline: the plain average of several models' weights.
+# --- Baseline: the plain average of several models' weights ---
 
 
 def weight_average(models: Sequence[LanguageModel]) -> LanguageModel:

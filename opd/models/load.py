@@ -1,4 +1,4 @@
-"""From a name in a recipe to a model in memory: HF or adapter directory, hub id, GGUF file, `smol`, `smol/NAME`, `tiny/NAME`."""
+"""Load a model by its name in a recipe: HF or adapter directory, hub id, GGUF file, `smol`, `smol/NAME`, `tiny/NAME`."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ if TYPE_CHECKING:
 
 GENERATION = "generation_config.json"
 SMOL_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
-# transformers imports torchao where it is installed, and torch has a word to say about its enums
+# transformers imports torchao if it is installed, and torch then warns about torchao's enums
 logging.getLogger("torch.utils._pytree").addFilter(lambda record: "Enum subclass" not in record.getMessage())
 
 
 @dataclass(frozen=True)
 class Location:
-    """What `from_pretrained` needs: a directory or hub id, and a hub revision; and an adapter to merge into it."""
+    """What `from_pretrained` needs (a directory or hub id, and a hub revision), plus an adapter to merge into the model."""
 
     path: str
     revision: str | None = None
@@ -54,7 +54,7 @@ class Location:
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """Code that comes with a model is never run, and nobody is asked whether it should be."""
+        """Code that comes with a model is never run, and transformers does not prompt for it."""
         return {"trust_remote_code": False} | ({"revision": self.revision} if self.revision else {})
 
     @property
@@ -74,13 +74,13 @@ def tiny_models() -> dict[str, Path]:
 def locate(name: str, revision: str | None = None) -> Location:
     try:
         local = _locate(name)
-    except (OSError, ValueError, RuntimeError) as error:  # a name too long, with a NUL, or of an unknown user's home
+    except (OSError, ValueError, RuntimeError) as error:  # name too long, contains NUL, or the home of an unknown user
         if isinstance(error, ModelError):
             raise
         raise ModelError(f"model {name!r}: {first_line(error)}. Name a directory, a .gguf file or a hub id.") from None
     if local is None:
         return Location(name, revision)
-    if local.on_hub:  # an adapter here, and its base there: the revision is the base's
+    if local.on_hub:  # a local adapter whose base is on the hub: the revision is the base's
         return replace(local, revision=revision)
     if revision is not None:
         raise ModelError(f"model {name!r} is local and has no revisions; remove `revision: {revision}`.")
@@ -88,7 +88,7 @@ def locate(name: str, revision: str | None = None) -> Location:
 
 
 def _locate(name: str) -> Location | None:
-    """Where the model is on this machine; None: it may be on the hub."""
+    """Where the model is on this machine. None: it may be on the hub."""
     if name == "smol" or name.startswith(("tiny/", "smol/")):
         return _built_in(name)
     path = Path(name).expanduser()
@@ -163,7 +163,7 @@ def load_tokenizer(name: str, revision: str | None = None) -> Any:
 
 
 def tokenizer_file(name: str, revision: str | None = None) -> Path | None:
-    """The tokenizer of a model that is on this machine; nothing is downloaded, and transformers is not needed."""
+    """The tokenizer file of a model on this machine. Downloads nothing and does not need transformers."""
     try:
         location = locate(name, revision)
     except ModelError:
@@ -178,7 +178,7 @@ def tokenizer_file(name: str, revision: str | None = None) -> Path | None:
 
 
 def load_config(name: str, revision: str | None = None) -> Any:
-    """The model's config, after checking that it names a causal language model which its weight files can hold."""
+    """The model's config, checked to name a causal language model that fits its weight files."""
     config = read_config(name, revision)
     reject_wrapper(name, config)
     _refuse_other_kinds(name, config)
@@ -186,7 +186,7 @@ def load_config(name: str, revision: str | None = None) -> Any:
 
 
 def read_config(name: str, revision: str | None = None) -> Any:
-    """The config of any model that transformers knows and the weight files can hold."""
+    """The config of any model type that transformers knows, checked against the size of its weight files."""
     from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig
 
     location = locate(name, revision)
@@ -201,7 +201,9 @@ def read_config(name: str, revision: str | None = None) -> Any:
             raw = read_json(directory / "config.json")
             check_sizes(name, raw, len(stored_tensors(directory)))
             if (directory / GENERATION).exists():
-                read_json(directory / GENERATION)  # transformers would go on without it, and without its stop ids
+                read_json(
+                    directory / GENERATION
+                )  # if it is damaged, transformers would ignore it and lose its stop ids
         if raw.get("auto_map") and raw.get("model_type") not in CONFIG_MAPPING:
             raise ModelError(
                 f"model {name!r} is a {raw.get('model_type')!r} that comes with Python code of its own, which is never run. "
@@ -211,7 +213,7 @@ def read_config(name: str, revision: str | None = None) -> Any:
 
 
 def require_hub(name: str, location: Location) -> None:
-    """Refuse at once what is not on this machine while the hub does not answer."""
+    """Fail at once if the model is not on this machine and the hub does not answer."""
     from huggingface_hub import try_to_load_from_cache
 
     if isinstance(try_to_load_from_cache(location.path, "config.json", revision=location.revision), str):
@@ -254,7 +256,7 @@ def load_model(
     location = locate(name, revision)
     tokenizer = load_tokenizer(name, revision)
     if device == "cpu" and platform.machine() == "aarch64":
-        # oneDNN's set-up per call on ARM makes small fp32 products up to eight times slower than plain BLAS.
+        # On ARM, oneDNN's set-up per call makes small fp32 products up to eight times slower than plain BLAS.
         torch.backends.mkldnn.enabled = False  # type: ignore[assignment]
     quiet_bars()
     with reading_model(name, "the model", location.directory):
@@ -280,7 +282,7 @@ def load_model(
 
 
 def weights_directory(name: str, revision: str | None = None) -> Path | None:
-    """Where the files lie that the model's weights were read from; None: they were merged, or are not on this machine."""
+    """Directory of the files that the weights were read from. None: they were merged, or are not on this machine."""
     from huggingface_hub import try_to_load_from_cache
 
     location = locate(name, revision)
@@ -291,23 +293,23 @@ def weights_directory(name: str, revision: str | None = None) -> Path | None:
 
 
 def attention_of(config: Any) -> str | None:
-    """Gemma 2 caps its attention scores, which only its eager path does exactly. None: fused where the class knows how."""
+    """Gemma 2 caps its attention scores; only its eager path does this exactly. None: fused if the class supports it."""
     return "eager" if getattr(config, "attn_logit_softcapping", None) is not None else None
 
 
 def quiet_bars() -> None:
-    """No bar per weight that is loaded. Downloads, which can take minutes, keep theirs."""
+    """Turn off the progress bars for loading weights. Downloads, which can take minutes, keep theirs."""
     from huggingface_hub.constants import HF_HUB_DISABLE_PROGRESS_BARS
     from huggingface_hub.utils import enable_progress_bars
     from transformers.utils.logging import disable_progress_bar
 
-    disable_progress_bar()  # the hub's too
+    disable_progress_bar()  # this turns off the hub's too
     if not HF_HUB_DISABLE_PROGRESS_BARS:
         enable_progress_bars()
 
 
 def parameter_count(name: str, revision: str | None = None) -> int:
-    """Number of parameters without loading any: the model is built on the meta device."""
+    """Number of parameters, without loading any: the model is built on the meta device."""
     config, location = load_config(name, revision), locate(name, revision)
     with reading_model(name, "its config", location.directory):
         return check_files(name, config, location, location.directory)
@@ -321,7 +323,7 @@ def parameter_shapes(name: str, revision: str | None = None) -> dict[str, tuple[
 
 
 def lora_parameter_count(name: str, lora: Lora, revision: str | None = None) -> int:
-    """Number of parameters that adapters would add, after refusing what `load_model` would refuse about them."""
+    """Number of parameters that adapters would add. Raises the same errors about them as `load_model`."""
     from opd.models.lora import adapter_size, require_peft
 
     require_peft()
@@ -332,7 +334,7 @@ def lora_parameter_count(name: str, lora: Lora, revision: str | None = None) -> 
 
 
 def empty_model(config: Any) -> Any:
-    """All its modules, and none of their weights."""
+    """All modules of the model, with weights on the meta device."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -341,9 +343,9 @@ def empty_model(config: Any) -> Any:
 
 
 def check_files(name: str, config: Any, location: Location, directory: Path | None) -> int:
-    """Compare names and shapes of all tensors with what the config asks for, before there is memory for any of them.
+    """Compare names and shapes of all tensors with the config, before any is allocated.
 
-    `directory`: where the base model's files are; None: they come from the hub when they are read. Returns the number of
+    `directory`: where the base model's files are. None: they are downloaded when they are read. Returns the number of
     parameters of the base.
     """
 
@@ -352,11 +354,11 @@ def check_files(name: str, config: Any, location: Location, directory: Path | No
     asked = sum(parameter.numel() for parameter in module.parameters())
     plain = (
         getattr(config, "quantization_config", None) is None
-    )  # else its reader makes other tensors of those in the files
+    )  # else the quantiser converts the stored tensors to others
     if directory is not None and plain and (location.directory is not None or weights_here(directory)):
         shapes = stored_shapes(directory)
         stored = sum(math.prod(shape) for shape in shapes.values())
-        if asked > 2 * stored:  # less is told by name
+        if asked > 2 * stored:  # smaller gaps are reported below, by tensor name
             raise ModelError(
                 f"model {name!r}: its config asks for {asked:,} parameters, and its weight files hold {stored:,}. "
                 "Download or copy the model again."
@@ -367,14 +369,16 @@ def check_files(name: str, config: Any, location: Location, directory: Path | No
     return asked
 
 
-# Checkpoints that wrap a text model together with others, for images or audio. They are recognised by their config and rejected.
+# --- Wrappers: checkpoints with a text model and others, for images or audio ---
+#
+# They are recognised by their config and rejected.
 
 
 TEXT = "text_config"
 
 
 def reject_wrapper(name: str, config: Any) -> None:
-    """Say what the checkpoint is and how to get a text model. Nothing is read but its config."""
+    """Raise an error that says what the checkpoint is and how to get a text model. Reads only the config."""
     text = inner_text_config(config)
     if text is None:
         return
@@ -395,7 +399,7 @@ def reject_wrapper(name: str, config: Any) -> None:
 
 
 def inner_text_config(config: Any) -> Any | None:
-    """The config of the text model inside; None: the config is a text model's own."""
+    """The config of the text model inside a wrapper. None: this is already a text model's config."""
     text = config.get_text_config(decoder=True)
     if text.model_type != config.model_type:
         return text
@@ -405,7 +409,7 @@ def inner_text_config(config: Any) -> Any | None:
 
 
 def text_class(config: Any) -> str:
-    """The class that the text model has by itself; nothing where transformers has none."""
+    """The class of the text model on its own; empty if transformers has none."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL
 
     text = inner_text_config(config)
@@ -417,13 +421,13 @@ def text_class(config: Any) -> str:
     return found if isinstance(found, str) else found[0]
 
 
-# A checkpoint must hold every tensor of its model, and no tensor that its config denies.
+# --- Missing and unexpected tensors ---
 #
-# transformers fills what is missing with random numbers and drops what it has no place for, with a line in a log.
+# transformers fills missing tensors with random numbers and drops unexpected ones, and only logs it. Here both are errors.
 
 
 def load_complete(architecture: Any, path: str | Path, name: str, **arguments: Any) -> Any:
-    """`architecture.from_pretrained(path, …)`, refused where the checkpoint and the model differ."""
+    """`architecture.from_pretrained(path, …)`, with an error if the checkpoint and the model differ."""
     with _no_report():
         module, info = architecture.from_pretrained(path, output_loading_info=True, use_safetensors=True, **arguments)
     _reject_difference(name, module, info)
@@ -431,7 +435,7 @@ def load_complete(architecture: Any, path: str | Path, name: str, **arguments: A
 
 
 def check_tensors(name: str, architecture: Any, config: Any, shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """The same from names and shapes alone: tensors without memory go through the conversions of the model's class."""
+    """The same check from names and shapes alone: meta tensors go through the conversions of the model's class."""
     import torch
 
     tensors = {key: torch.empty(shape, device="meta") for key, shape in shapes.items()}
@@ -478,7 +482,7 @@ def _reject_difference(name: str, module: Any, info: dict[str, Any]) -> None:
 
 @contextmanager
 def _no_report() -> Iterator[None]:
-    """What differs is told here, in a sentence. transformers prints a table of it, with names as the file has them."""
+    """Silence transformers' table of differences: opd reports them in one sentence."""
     from transformers.utils import logging
 
     before = logging.get_verbosity()
@@ -490,10 +494,10 @@ def _no_report() -> Iterator[None]:
 
 
 def denied_tensors(module: Any, extra: set[str]) -> list[str]:
-    """Biases of linear layers that the config says have none, and layers beyond its number of them.
+    """Biases of linear layers that have none according to the config, and layers beyond the config's number.
 
-    Anything else that is left over (a vision tower, a value head, old buffers) takes no part in the language model, nor do
-    layers that predict further tokens.
+    Other unexpected tensors (a vision tower, a value head, old buffers, layers that predict further tokens) are not part
+    of the language model and are ignored.
     """
     own = {name for name, _ in module.named_parameters()}
     shapes = {re.sub(r"\d+", "#", name) for name in own}
@@ -512,18 +516,17 @@ def some(names: Any) -> str:
     return ", ".join(ordered[:3]) + (f" and {len(ordered) - 3} more tensors" if len(ordered) > 3 else "")
 
 
-# Adapter directories as peft writes them: low-rank weights and the name of the model they belong to.
+# --- Adapter directories, as peft writes them ---
 #
-# Such a directory is a model like any other: `teachers: {maths: runs/maths/checkpoints/latest/adapter}`. Its weights are
-# merged into the base while it is loaded. The base is a directory (its path may be relative to the adapter's), a hub id,
-# a .gguf file or a built-in model.
+# One can stand for a model: `teachers: {maths: runs/maths/checkpoints/latest/adapter}`. Loading merges it into its base, which
+# is a directory (possibly relative to the adapter's), a hub id, a .gguf file or a built-in model.
 
 
 CONFIG, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 
 
 def smol_models() -> dict[str, Path]:
-    """Adapters of SmolLM2 that come with the package."""
+    """SmolLM2 adapters that come with the package."""
     root = Path(str(resources.files("opd") / "models" / "smol"))
     return {f"smol/{path.parent.name}": path.parent for path in sorted(root.glob(f"*/{CONFIG}"))}
 
@@ -553,13 +556,13 @@ def merge_adapter(module: Any, name: str, directory: Path) -> Any:
 
     with reading_model(name, "its adapter", directory):
         merged = PeftModel.from_pretrained(module, str(directory), is_trainable=False).merge_and_unload(safe_merge=True)
-    return merged.requires_grad_(True)  # peft has frozen the base, and a student learns with all of its weights
+    return merged.requires_grad_(True)  # peft froze the base; a student trains all its weights
 
 
 def check_merge(name: str, directory: Path, empty: Any) -> None:
-    """Refuse an adapter that lacks tensors, or has some for which its base (on the meta device, changed here) has no place.
+    """Reject an adapter that lacks tensors, or has tensors that its base (on the meta device, modified here) does not have.
 
-    peft would leave the first out with a warning, and drop the others without one.
+    peft would only warn about missing tensors, and would drop unexpected ones silently.
     """
     from opd.models.lora import require_peft
 
@@ -569,7 +572,7 @@ def check_merge(name: str, directory: Path, empty: Any) -> None:
         wanted = wanted_shapes(name, directory, empty)
         factors = {
             key: shape for key, shape in stored.items() if key in wanted or "lora_" in key
-        }  # else: embeddings saved too
+        }  # other tensors are embeddings that were saved too
         refuse_difference(name, read_json(directory / CONFIG), wanted, factors)
 
 
@@ -618,7 +621,7 @@ def refuse_difference(
             )
 
 
-# The models that come with the package: what there is, how good it is, and how to take one along.
+# --- Models that come with the package: list and export ---
 
 
 TINY_ROOT = Path(str(resources.files("opd") / "models" / "tiny"))
@@ -639,7 +642,7 @@ def catalog() -> list[str]:
 
 
 def export(name: str, to: Path) -> None:
-    """The model as a directory; of a wrapper, its text model."""
+    """Write the model as a directory. For a wrapper, write its text model."""
     if to.exists() and any(to.iterdir()):
         raise UserError(f"{to} exists and is not empty. Choose another directory.")
     known = tiny_models()
@@ -653,15 +656,15 @@ def export(name: str, to: Path) -> None:
         load_model(name).save(to)
 
 
-# Which weights a model has: its files by content, or the commit of one on the hub. No weights are loaded.
+# --- Identity of a model's weights: a hash of its files, or its commit on the hub ---
 
 
 MODEL_SUFFIXES = (".safetensors", ".json", ".txt", ".model", ".jinja", ".tiktoken")
-NOT_LOADED = ("optimiser.safetensors", "trainer.json", "manifest.json")  # of a checkpoint that serves as a model
+NOT_LOADED = ("optimiser.safetensors", "trainer.json", "manifest.json")  # of a checkpoint used as a model
 
 
 def model_files(name: str) -> Iterator[tuple[Path, str]]:
-    """What is loaded of a model that lies on this machine. Shipped ones go by their name: the package may move."""
+    """(file, label) of every file that is loaded for a local model. Labels of shipped models do not depend on the package's path."""
     if name in (shipped := tiny_models() | smol_models()):
         yield from ((path, f"{name}/{path.name}") for path in _weights(shipped[name]))
         if is_adapter(shipped[name]):
@@ -669,7 +672,7 @@ def model_files(name: str) -> Iterator[tuple[Path, str]]:
         return
     path = _hash_of_smol() if name == "smol" else Path(name).expanduser()
     if path.suffix == ".gguf":
-        if path.is_file():  # else loading it says so
+        if path.is_file():  # else loading it raises the error
             yield path, name if name == "smol" else str(path.absolute())
     elif path.is_dir():
         yield from ((file, str(file.absolute())) for file in _weights(path))
@@ -678,7 +681,7 @@ def model_files(name: str) -> Iterator[tuple[Path, str]]:
 
 
 def weights_hash(name: str, revision: str | None = None, told: Callable[[int], None] = lambda size: None) -> str:
-    """One hash of all that is loaded of a model, wherever it lies; of one on the hub, its commit."""
+    """One hash over all files that are loaded for a model; for a model on the hub, its commit."""
     location = locate(name, revision)
     if location.on_hub:
         require_hub(name, location)
@@ -690,7 +693,7 @@ def weights_hash(name: str, revision: str | None = None, told: Callable[[int], N
 
 
 def hub_commit(model: str, location: Location) -> str:
-    """The commit a hub model stands at, from the hub or the local cache."""
+    """The commit of a hub model, from the hub or the local cache."""
     from huggingface_hub import hf_hub_download
 
     with reading_model(model, "as a hub id it", None):

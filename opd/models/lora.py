@@ -1,7 +1,7 @@
-"""Low-rank adapters through peft: which weights get one, what peft made of it, and the weights with adapters merged.
+"""Low-rank adapters through peft: choose the weights that get one, check what peft did, and merge adapters into weights.
 
-`all-linear` is every linear layer but the output head, and the experts of a mixture, which transformers keep as one
-three-dimensional parameter per projection. Routers, norms and embeddings are left alone unless they are named.
+`all-linear` is every linear layer except the output head, plus the experts of a mixture, which transformers keeps as one
+three-dimensional parameter per projection. Routers, norms and embeddings get an adapter only if they are named.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ if TYPE_CHECKING:
 
 ADAPTER = "default"
 EVERYTHING = "all-linear"
-# Types whose kernels may read out_proj's matrix past its adapter; peft refuses an adapter there.
+# Model types whose kernels may read out_proj's matrix directly, bypassing its adapter; peft rejects an adapter there.
 MAMBA = frozenset({"falcon_h1", "mamba", "mamba2", "falcon_mamba", "nemotron_h"})
-# peft takes these for the names that experts had before transformers fused them, and would adapt the experts instead.
+# peft takes these for the old names of experts, from before transformers fused them, and would adapt the experts instead.
 OLD_EXPERT_NAMES = frozenset({"gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"})
 
 
@@ -42,7 +42,7 @@ def require_peft(what: str = "student.lora") -> None:
 
 
 class GradientDropout(nn.Module):
-    """Drops while gradients are recorded, and only then: in the passes that train, and when checkpointing repeats them."""
+    """Dropout only while gradients are recorded: in training passes, and when checkpointing recomputes them."""
 
     def __init__(self, share: float) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ class GradientDropout(nn.Module):
 
 @dataclass(frozen=True)
 class Targets:
-    """Full names. peft wraps a module and adds to its output, or wraps a parameter's owner and adds to the parameter."""
+    """Full names. peft wraps a module and adds to its output, or wraps a parameter's module and adds to the parameter."""
 
     modules: list[str]
     parameters: list[str]
@@ -65,7 +65,7 @@ class Targets:
 
 
 def attach(module: Any, head: nn.Linear, lora: Lora) -> Any:
-    """peft's wrapper around the module, whose layers now carry adapters; the only parameters left to train."""
+    """Add adapters to the module's layers and return peft's wrapper. Only adapters remain trainable."""
     require_peft()
     from peft import LoraConfig, get_peft_model
 
@@ -94,7 +94,7 @@ def attach(module: Any, head: nn.Linear, lora: Lora) -> Any:
 
 
 def find_targets(module: Any, head: nn.Linear, lora: Lora) -> Targets:
-    """What `lora.targets` names in this model, after refusing what an adapter would not reach or must not change."""
+    """The weights that `lora.targets` names in this model. Rejects those that an adapter would not reach or must not change."""
     modules = {name: child for name, child in module.named_modules() if name}
     experts = {name: parameter for name, parameter in module.named_parameters() if _is_experts(name, parameter)}
     everything = _everything(modules, module.config.model_type, head)
@@ -122,14 +122,14 @@ def find_targets(module: Any, head: nn.Linear, lora: Lora) -> Targets:
 
 
 def adapter_size(module: Any, head: nn.Linear, lora: Lora) -> int:
-    """Parameters that adapters would add: two factors per matrix, and per expert."""
+    """Number of parameters that adapters would add: two factors per matrix and per expert."""
     shapes = {name: parameter.shape for name, parameter in module.named_parameters()}
     found = [shapes[name] for name in find_targets(module, head, lora).weights]
     return sum(lora.rank * math.prod(shape[:-2]) * (shape[-2] + shape[-1]) for shape in found)
 
 
 def _everything(modules: dict[str, Any], model_type: str, head: nn.Linear) -> list[str]:
-    """Linear layers whose matrix is theirs alone: an adapter would change one of the layers that share it, merging both."""
+    """Linear layers that share their matrix with no other: an adapter would change one such layer, but merging it changes both."""
     linear = {name: child for name, child in modules.items() if _is_linear(child) and child is not head}
     uses = Counter(id(child.weight) for child in linear.values())
     left_out = "out_proj" if model_type in MAMBA else ""
@@ -178,7 +178,7 @@ def _refuse(name: str, child: Any, head: nn.Linear) -> None:
 def _is_linear(child: Any) -> bool:
     from transformers.pytorch_utils import Conv1D
 
-    return isinstance(child, (nn.Linear, Conv1D)) and "Router" not in type(child).__name__  # those give tuples
+    return isinstance(child, (nn.Linear, Conv1D)) and "Router" not in type(child).__name__  # routers return tuples
 
 
 def _is_experts(name: str, parameter: nn.Parameter) -> bool:
@@ -195,23 +195,23 @@ def adapted_layers(module: Any) -> Iterator[tuple[str, Any]]:
 
     for name, child in module.named_modules():
         if isinstance(child, LoraLayer):
-            owner = name.replace(".base_layer", "")  # one parameter's wrapper stands inside another's
+            owner = name.replace(".base_layer", "")  # wrappers of several parameters are nested
             yield f"{owner}.{child.parameter_name if isinstance(child, ParamWrapper) else 'weight'}", child
 
 
 def file_name(name: str) -> str:
-    """Of one of an adapter's parameters, in the files that peft writes."""
+    """The name of an adapter's parameter in the files that peft writes."""
     return f"base_model.model.{name.replace(f'.{ADAPTER}', '')}"
 
 
 def merged_weights(module: Any) -> dict[str, Tensor]:
-    """Every adapted weight with its adapter added, by its plain name."""
+    """Plain name -> adapted weight with its adapter merged."""
     with torch.no_grad():
         return {name: merged(layer) for name, layer in adapted_layers(module)}
 
 
 def merged(layer: Any) -> Tensor:
-    """The weight of one of peft's layers, with its adapter added."""
+    """The weight of one of peft's layers with its adapter merged."""
     from peft.tuners.lora import ParamWrapper
 
     base: Tensor = layer.get_param() if isinstance(layer, ParamWrapper) else layer.get_base_layer().weight
@@ -220,7 +220,9 @@ def merged(layer: Any) -> Tensor:
 
 def save_adapter(adapter: Any, directory: Path) -> None:
     adapter.save_pretrained(directory, save_embedding_layers=False)
-    path = directory / "adapter_config.json"  # peft writes targets in the order of a set: same adapter, same bytes
+    path = (
+        directory / "adapter_config.json"
+    )  # peft writes targets in set order; sort them so that the same adapter gives the same bytes
     config = json.loads(path.read_text(encoding="utf-8"))
     for key in ("target_modules", "target_parameters"):
         if isinstance(config.get(key), list):
@@ -240,15 +242,15 @@ def load_adapter(adapter: Any, directory: Path) -> None:
     set_peft_model_state_dict(adapter, tensors, adapter_name=ADAPTER)
 
 
-# A linear layer and its adapter in one step forwards and one backwards: y = x Wᵀ + b + scale · (x Aᵀ) Bᵀ.
+# --- A linear layer and its adapter in one autograd function: y = x Wᵀ + b + scale · (x Aᵀ) Bᵀ ---
 #
-# peft casts the input of each layer to the adapter's fp32, keeps that copy, and multiplies, scales, adds and casts back by itself:
-# seventeen kernels for a layer and its gradient, most of them over whole activations. Here factors are rounded to the type of the
-# weight beside them, which is what they are small changes to; the input is kept as it is, and gradients of factors are fp32.
+# peft casts each layer's input to the adapter's fp32, keeps that copy, and multiplies, scales, adds and casts back separately:
+# 17 kernels for a layer and its gradient, most of them over full activations. Here factors are rounded to the weight's type, the
+# input is kept as it is, and gradients of factors are fp32.
 
 
 class AdaptedLinear(torch.autograd.Function):
-    """Rows (N, in) and a frozen weight (out, in); `down` (rank, in) and `up` (out, rank) may be of a wider type than those."""
+    """Rows (N, in) and a frozen weight (out, in); `down` (rank, in) and `up` (out, rank) may have a wider type."""
 
     @staticmethod
     def forward(
@@ -273,7 +275,7 @@ class AdaptedLinear(torch.autograd.Function):
 
 
 def _product(left: Tensor, right: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
-    """Scaled, and of that type; not rounded to its operands' on the way."""
+    """scale * left @ right in `dtype`, without rounding to the operands' type in between."""
     out = left.new_empty(left.shape[0], right.shape[1], dtype=dtype)
     if left.is_cuda and left.dtype != dtype:
         return torch.addmm(out, left, right, out_dtype=dtype, beta=0, alpha=scale, out=out)
@@ -281,7 +283,7 @@ def _product(left: Tensor, right: Tensor, scale: float, dtype: torch.dtype) -> T
 
 
 def join_adapters(module: nn.Module) -> None:
-    """peft's plain linear layers get a subclass, which leaves everything but bf16 on a GPU to peft."""
+    """Give peft's plain linear layers a fused subclass. It handles bf16 on a GPU; everything else is left to peft."""
     from peft.tuners.lora import Linear
 
     for child in module.modules():
@@ -290,7 +292,7 @@ def join_adapters(module: nn.Module) -> None:
 
 
 def _is_plain(layer: Any) -> bool:
-    """One adapter, of two factors and nothing else."""
+    """Whether the layer has one adapter of two factors and nothing else."""
     bare = not layer.lora_variant and not any(layer.lora_bias.values())
     dropped = any(type(child) is not nn.Identity for child in layer.lora_dropout.values())
     return type(layer.base_layer) is nn.Linear and len(layer.scaling) == 1 and bare and not dropped
@@ -315,6 +317,6 @@ def _joined_class() -> Any:
 
 
 def runs_joined(x: Tensor, weight: Tensor) -> bool:
-    """Half precision on a GPU, over a weight that is frozen, and neither quantised nor in parts."""
+    """Whether the fused path applies: bf16 on a GPU, and a frozen weight that is neither quantised nor sharded."""
     plain = type(weight) is nn.Parameter and not weight.requires_grad
     return plain and x.is_cuda and x.dtype == weight.dtype == torch.bfloat16

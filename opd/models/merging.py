@@ -1,6 +1,6 @@
-"""Models made of others in the space of their weights: what a stage may start from. No torch here until one is made.
+"""Merge models in weight space, for a stage to start from. torch is imported only when a merge is made.
 
-`combine` is the whole arithmetic of a merge, in float64. Differences to a base are called task vectors.
+`combine` holds all the arithmetic of a merge, in float64. Differences to a base are called task vectors.
 """
 
 from __future__ import annotations
@@ -24,34 +24,34 @@ if TYPE_CHECKING:
 
 
 Weights = Mapping[str, "Tensor"]  # by their plain names
-Named = Callable[[str], tuple[str, str | None]]  # an address in a recipe -> the model to load, and its revision
+Named = Callable[[str], tuple[str, str | None]]  # address in a recipe -> (model to load, its revision)
 Coefficient = Annotated[float, Field(ge=-100, le=100)]
 
 
 class Merge(Choice):
-    """One model out of several, all of one shape and with one tokenizer."""
+    """Make one model from several that share their shapes and tokenizer."""
 
     family = "merge"
     models: list[Address] = Field(min_length=1, max_length=1000, description="what is merged")
 
     @property
     def start(self) -> str | None:
-        """What differences are taken from; None: from nothing."""
+        """The base that differences are taken from. None: there is no base."""
         return None
 
     def reads(self) -> list[str]:
         return list(dict.fromkeys([*([] if self.start is None else [self.start]), *self.models]))
 
     def beside(self) -> Iterator[str]:
-        """Directories that are read besides those of `reads`."""
+        """Further directories that are read, in addition to `reads`."""
         yield from ()
 
     def coefficients(self, given: float | Sequence[float]) -> list[float]:
-        """One for each model."""
+        """One coefficient per model."""
         return list(given) if isinstance(given, Sequence) else [given] * len(self.models)
 
     def require(self, named: Named) -> None:
-        """Refuse parts that have other shapes or tokenizers, before anything is loaded."""
+        """Reject models with different shapes or tokenizers, before weights are loaded."""
         first, *others = self.reads()
         shapes, tokenizer = parameter_shapes(*named(first)), load_tokenizer(*named(first))
         for other in others:
@@ -69,8 +69,10 @@ class Merge(Choice):
                 )
 
     def require_planned(self, named: Named, bases: Mapping[str, str | None]) -> None:
-        """The same while stages among the parts have not run: `named` gives a model of the shapes that a stage's will have, and
-        `bases` by its address what its adapters will belong to; None: it will have none.
+        """The same check for models of stages that have not run yet.
+
+        `named` gives a model with the shapes that a stage's model will have. `bases`: address of a stage -> the base of its
+        adapters. None: it will have no adapters.
         """
         self.require(named)
 
@@ -81,7 +83,7 @@ class Merge(Choice):
 
 
 class WeightMerge(Merge):
-    """Of whole weights: `combine` says what each becomes."""
+    """A merge of full weights: `combine` computes each weight."""
 
     def make(self, named: Named) -> LanguageModel:
         model = _load(named(self.reads()[0]))
@@ -93,7 +95,7 @@ class WeightMerge(Merge):
 
     @abstractmethod
     def combine(self, start: Weights | None, parts: Iterable[Weights]) -> dict[str, Tensor]:
-        """`start`: the weights that differences are taken from; `parts` come one at a time, in the order of `models`."""
+        """`start`: the weights that differences are taken from. `parts`: weights of each model, one at a time, in the order of `models`."""
         raise NotImplementedError
 
 
@@ -157,8 +159,8 @@ class TaskArithmetic(WeightMerge):
 
 
 class Ties(WeightMerge):
-    """Trim, elect signs, merge (Yadav et al., arXiv 2306.01708): of each task vector the largest entries stay, and per weight
-    the mean is taken of those that have the sign of their sum.
+    """Trim, elect signs, merge (Yadav et al., arXiv 2306.01708). Keep the largest entries of each task vector. Per weight, add to
+    the base the mean of the entries whose sign agrees with their sum.
     """
 
     name = "ties"
@@ -190,7 +192,7 @@ class Ties(WeightMerge):
 
 
 def _least_kept(vector: Mapping[str, Tensor], density: float) -> float:
-    """The magnitude from which on entries stay; never 0, so that what did not change has no say."""
+    """The smallest magnitude that is kept; never 0, so that unchanged entries are not counted."""
     import torch
 
     sizes = torch.cat([change.abs().flatten() for change in vector.values()])
@@ -200,8 +202,8 @@ def _least_kept(vector: Mapping[str, Tensor], density: float) -> float:
 
 
 class Stack(Merge):
-    """LoRA adapters of one base added to it at once: W + sum of coefficient * (alpha / r) B A. The products are added; sums of the
-    factors would bring in what one adapter's B makes of another's A.
+    """Add several LoRA adapters of one base to it: W + sum of coefficient * (alpha / r) B A. Products are added, not factors: sums of
+    factors would add cross terms between adapters.
     """
 
     name = "stack"
@@ -256,7 +258,7 @@ class Stack(Merge):
 
 
 def adapter_changes(model: LanguageModel) -> Iterator[tuple[str, Tensor]]:
-    """Name of each adapted weight -> what the adapter adds to it."""
+    """(name of each adapted weight, what the adapter adds to it)."""
     from opd.models.lora import ADAPTER, adapted_layers
 
     for name, layer in adapted_layers(model.module):
@@ -264,7 +266,7 @@ def adapter_changes(model: LanguageModel) -> Iterator[tuple[str, Tensor]]:
 
 
 def _adapter(name: str, named: Named) -> Path:
-    """The directory of an adapter, or of the adapter beside a model that was trained with one."""
+    """The directory of an adapter, or the `adapter` subdirectory of a model that was trained with one."""
     path, revision = named(name)
     found = locate(path, revision)
     if found.adapter is not None:
@@ -283,7 +285,7 @@ def _base(name: str, directory: Path) -> str:
 
 
 def _planned_base(name: str, base: str | None) -> str:
-    """Of the adapters that a stage is going to train."""
+    """The base of the adapters that a stage will train."""
     if base is None:
         raise RecipeError(
             f"student.merge: stack adds LoRA adapters, and {name!r} trains without. Set student.lora there, or merge whole models "
@@ -293,7 +295,7 @@ def _planned_base(name: str, base: str | None) -> str:
 
 
 def same_directory(base: str) -> str:
-    """However a base is spelt, where it is a directory."""
+    """The resolved path if the base is a directory, so that different spellings compare equal."""
     return str(Path(base).resolve()) if Path(base).is_dir() else base
 
 

@@ -1,7 +1,7 @@
-"""Trainable modules beside the student: the family `module`. A kind holds its settings and opens the module.
+"""Trainable modules alongside the student: the family `module`. A kind holds its settings and creates the module.
 
-A module reads the student's hidden states inside its pass, in the same forward and backward. It has an optimiser, a learning
-rate and a gradient norm of its own: `opd.loop.learner.Learner`. On ranks every one has all of it.
+A module reads the student's hidden states in the same forward and backward pass. It has its own optimiser, learning rate and
+gradient norm (`opd.loop.learner.Learner`). On several ranks, each has the full module.
 
     modules: {value: {kind: head, lr: 1.0e-3}}
 """
@@ -26,17 +26,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ModuleInputs:
-    """What a module can know of the student that it reads."""
+    """What a module is told about the student."""
 
-    width: int  # of its hidden states
+    width: int  # of the student's hidden states
     vocabulary: int
     device: torch.device
-    dtype: torch.dtype  # of the module's weights: float32, or float64 where the student has that
-    seed: int  # of the stage and the module's name: first weights are drawn from a generator of its own
+    dtype: torch.dtype  # of the module's weights: float32, or float64 if the student has float64
+    seed: int  # from the stage's seed and the module's name, for the module's own generator of initial weights
 
 
 class Module:
-    """A trainable module by its name. `network` maps hidden states (N, width) to (N,) or (N, K) numbers."""
+    """A named trainable module. `network` maps hidden states (N, width) to (N,) or (N, K) numbers."""
 
     def __init__(self, name: str, network: nn.Module) -> None:
         self.name, self.network = name, network
@@ -49,11 +49,11 @@ class Module:
         return dict(self.network.named_parameters())
 
     def state(self) -> dict[str, Tensor]:
-        """For a checkpoint."""
+        """Tensors to save in a checkpoint."""
         return {name: tensor.detach() for name, tensor in self.network.state_dict().items()}
 
     def restore(self, tensors: Mapping[str, Tensor]) -> None:
-        """What `state` gave, bit for bit."""
+        """Load the tensors from `state`, bit for bit."""
         own = self.state()
         for name in sorted(own.keys() | tensors.keys()):
             if name not in own or name not in tensors or own[name].shape != tensors[name].shape:
@@ -63,7 +63,7 @@ class Module:
 
 
 class ModuleKind(Choice):
-    """One of your own is a subclass with `open`."""
+    """To add your own, subclass this and define `open`."""
 
     family = "module"
     lr: float = Field(
@@ -78,7 +78,7 @@ class ModuleKind(Choice):
         raise NotImplementedError
 
     def size(self, width: int) -> int:
-        """Parameters, for the plan's estimate of memory."""
+        """Number of parameters, for the plan's memory estimate."""
         return 0
 
 
@@ -86,7 +86,7 @@ AnyModule = Annotated[ModuleKind, Family("module")]
 
 
 class ValueHead(ModuleKind):
-    """One number per position: a linear layer, which begins at 0 everywhere."""
+    """One number per position: a linear layer that starts at zero."""
 
     name = "head"
 
@@ -112,7 +112,7 @@ class ValueHead(ModuleKind):
 
 
 def open_modules(kinds: Mapping[str, ModuleKind], student: Any, seed: int) -> dict[str, Module]:
-    """The modules of a stage. No random state but their own is touched."""
+    """Create a stage's modules. Only their own random states are used."""
     import hashlib
 
     import torch

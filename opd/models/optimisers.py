@@ -1,6 +1,6 @@
-"""What updates weights by their gradients: the family `optimiser`. A kind holds its settings and opens optimisers of torch.
+"""Optimisers: the family `optimiser`. A kind holds its settings and creates torch optimisers.
 
-Masking, masters, clipping and checkpoints are `opd.loop.learner.Optimiser`'s, whatever the kind. No torch at import.
+`opd.loop.learner.Optimiser` handles masking, master weights, clipping and checkpoints for every kind. No torch at import.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class OptimisedWeights:
-    """What an optimiser is opened for. On ranks `masters` are this rank's rows of each weight, and `shapes` are of whole ones.
+    """What an optimiser is created for. On several ranks, `masters` are this rank's rows of each weight; `shapes` are full shapes.
 
-    `whole` gathers the rows of a weight from all ranks, which all have to ask; `rows` takes this rank's rows of a whole tensor.
+    `whole` gathers a weight's rows; all ranks must call it. `rows` takes this rank's rows of a full tensor.
     """
 
     masters: Mapping[str, nn.Parameter]
@@ -46,7 +46,7 @@ class OptimisedWeights:
         return [name for name, shape in self.shapes.items() if len(shape) == 2 and name not in self.outer]
 
     def groups(self, names: Sequence[str] | None = None) -> list[dict[str, Any]]:
-        """Groups of parameters for torch: norms and biases are not decayed. `names`: of these weights; None: of all."""
+        """Parameter groups for torch: norms and biases are not decayed. `names`: only these weights; None: all."""
         chosen = [self.masters[name] for name in (self.masters if names is None else names)]
         decayed = [parameter for parameter in chosen if parameter.ndim > 1]
         others = [parameter for parameter in chosen if parameter.ndim <= 1]  # norms and biases
@@ -54,7 +54,7 @@ class OptimisedWeights:
         return [group for group in found if group["params"]]
 
     def adamw(self, names: Sequence[str] | None = None) -> list[Optimizer]:
-        """AdamW for some weights, or for all; none for no weights."""
+        """AdamW for some weights, or for all. An empty list if there are no weights."""
         import torch
 
         groups = self.groups(names)
@@ -65,18 +65,18 @@ class OptimisedWeights:
 
 
 class OptimiserKind(Choice):
-    """One of your own is a subclass with `open`."""
+    """To add your own, subclass this and define `open`."""
 
     family = "optimiser"
     title: ClassVar[str]  # in plans
 
     @abstractmethod
     def open(self, weights: OptimisedWeights) -> list[Optimizer]:
-        """Optimisers of torch that update every weight once. Their state is tensors by name, as torch keeps it."""
+        """Torch optimisers that together update every weight once. Their state is tensors by name, in torch's layout."""
         raise NotImplementedError
 
     def state_bytes(self, matrices: int, others: int) -> int:
-        """Of the moments of so many numbers of hidden matrices, and of other weights."""
+        """Bytes of optimiser state for this many numbers in hidden matrices and in other weights."""
         return 8 * (matrices + others)
 
     def to_plain(self, state: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
@@ -84,11 +84,11 @@ class OptimiserKind(Choice):
         yield from state.items()
 
     def from_plain(self, state: dict[str, Tensor], weight: Tensor) -> dict[str, Any]:
-        """What `to_plain` gave, as the optimiser keeps it."""
+        """Convert the output of `to_plain` back to the optimiser's own state."""
         return dict(state)
 
     def require(self) -> None:
-        """Raise what is not installed, before anything is loaded."""
+        """Raise an error if a package is not installed, before anything is loaded."""
 
 
 OPTIMISERS = Family("optimiser", default="adamw")
@@ -96,7 +96,7 @@ AnyOptimiser = Annotated[OptimiserKind, OPTIMISERS]
 
 
 class AdamW(OptimiserKind):
-    """With `train.betas`, `train.eps` and `train.weight_decay`."""
+    """AdamW, with `train.betas`, `train.eps` and `train.weight_decay`."""
 
     name = "adamw"
     title = "AdamW"
@@ -107,9 +107,9 @@ class AdamW(OptimiserKind):
 
 
 class Muon(OptimiserKind):
-    """torch's Muon for matrices of hidden layers; embeddings, the head, norms, biases and experts are AdamW's.
+    """torch's Muon for matrices of hidden layers, and AdamW for embeddings, the head, norms, biases and experts.
 
-    The direction of an update is orthogonalised as a whole, so ranks gather it; momentum and masters stay in parts.
+    Orthogonalising an update needs the full matrix, so ranks gather it; momentum and master weights stay sharded.
     """
 
     name = "muon"
@@ -144,11 +144,11 @@ class Muon(OptimiserKind):
 
 
 def parted_muon() -> Any:
-    """Muon for matrices of which each rank has some rows. A function, so that torch is imported when it is needed."""
+    """The class of Muon for matrices sharded by rows. A function, so that torch is imported only when it is needed."""
     import torch
 
     class PartedMuon(torch.optim.Optimizer):
-        """Each rank keeps the momentum of its rows; the matrix that is orthogonalised is gathered from all of them."""
+        """Each rank keeps the momentum of its rows. The matrix is gathered to be orthogonalised."""
 
         def __init__(self, group: dict[str, Any], names: list[str], weights: OptimisedWeights, kind: Muon) -> None:
             super().__init__([group], {"lr": weights.lr})
@@ -171,7 +171,7 @@ def parted_muon() -> Any:
                 rows.add_(change.to(rows.dtype), alpha=group["lr"])
 
         def _orthogonalised(self, update: Tensor) -> Tensor:
-            """What torch's Muon without momentum adds to a matrix of zeros at a learning rate of 1."""
+            """The update that torch's Muon, without momentum, applies to a zero matrix at a learning rate of 1."""
             stand_in = torch.nn.Parameter(torch.zeros_like(update))
             stand_in.grad = update
             torch.optim.Muon(
@@ -184,13 +184,13 @@ def parted_muon() -> Any:
 
 
 BLOCK = 256  # weights that share one scale of 8-bit moments
-LEAST = 4096  # weights of a matrix whose moments are worth 8 bits
+LEAST = 4096  # least number of weights in a matrix with 8-bit moments
 
 
 class AdamW8bit(OptimiserKind):
-    """torchao's AdamW with moments of 8 bits, in blocks of 256 along a weight's rows.
+    """torchao's AdamW with 8-bit moments, in blocks of 256 along a weight's rows.
 
-    Weights whose rows are no multiple of 256 long, and small ones, keep moments of 32 bits.
+    Small weights, and those whose row length is not a multiple of 256, keep 32-bit moments.
     """
 
     name = "adamw8bit"
@@ -217,7 +217,9 @@ class AdamW8bit(OptimiserKind):
         from torchao.optim.subclass_8bit import OptimState8bit
 
         for key, value in state.items():
-            if isinstance(value, OptimState8bit):  # scales by row, so that they are spread over ranks as the weight is
+            if isinstance(
+                value, OptimState8bit
+            ):  # one row of scales per row of the weight, so that they are sharded alike
                 yield f"{key}.codes", value.codes
                 yield f"{key}.scale", value.scale.view(value.codes.shape[0], -1)
             else:
@@ -240,21 +242,23 @@ class AdamW8bit(OptimiserKind):
 
 
 def eight_bits(weight: Tensor, signed: bool) -> Any:
-    """A moment of a weight, or of this rank's rows of one; all zeros."""
+    """A zero moment for a weight, or for this rank's rows of it."""
     from torchao.optim.subclass_8bit import OptimState8bit
 
     return OptimState8bit.zeros(weight.shape, signed, BLOCK, weight.device, weight.dtype)
 
 
 def small_moments() -> Any:
-    """torchao's class, which decides by what a rank holds; here the whole weight has been looked at."""
+    """The class of torchao's AdamW with 8-bit moments for every weight. torchao would decide by the rank's rows; here `open` has
+    decided by the full weight.
+    """
     import torch
     from torchao.optim import AdamW8bit as Torchao
 
     class SmallMoments(Torchao):
         @torch.no_grad()
         def step(self, closure: None = None) -> None:
-            """A rank that has no row of a weight has nothing to update, and moments without rows."""
+            """For a weight without rows on this rank, there is nothing to update and the moments are empty."""
             for weight in (weight for group in self.param_groups for weight in group["params"]):
                 if not weight.numel() and weight.grad is not None:
                     weight.grad = None

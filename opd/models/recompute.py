@@ -1,7 +1,7 @@
-"""Gradient checkpointing: a layer keeps its input alone and is computed again in the backward pass.
+"""Gradient checkpointing: a layer keeps only its input and is recomputed in the backward pass.
 
-transformers' own switch works only in training mode, which would also turn on whatever dropout the base model was
-pre-trained with. Here layers are wrapped instead, and the model stays in evaluation mode.
+transformers' own switch works only in training mode, which would also turn on the dropout of the base model's pre-training.
+Here layers are wrapped instead, and the model stays in evaluation mode.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def checkpoint_layers(module: Any, name: str) -> None:
 
 
 def plain_layers(module: Any) -> None:
-    """Undo it, in a copy that only samples."""
+    """Undo `checkpoint_layers`, in a copy that only samples."""
     for layer in decoder_layers(module):
         vars(layer).pop("forward", None)
 

@@ -1,9 +1,9 @@
 """How a batch of sequences goes through a model: packed, padded, or one sequence at a time.
 
-Packed is what a model gets when its probe allows it (see `models.probe`). Models with state other than keys and values
-(Mamba, gated delta nets, short convolutions), or whose attention does not come through transformers' interface, would
-carry one packed sequence into the next: they run through their stock forward pass on rectangles padded on the right.
-Behind a causal model's own mask or recurrence no real token sees the padding.
+A model runs packed if a probe shows that packing is right (`choose_route`). Models with state other than keys and values
+(Mamba, gated delta nets, short convolutions), or whose attention bypasses transformers' interface, would leak one packed
+sequence into the next. They run their stock forward pass on rectangles padded on the right; since the model is causal, no real
+token sees the padding.
 """
 
 from __future__ import annotations
@@ -26,14 +26,16 @@ if TYPE_CHECKING:
     from opd.models.language_model import LanguageModel
 
 
-STRETCH = 2  # a rectangle's longest sequence is at most this many times its shortest, so at most half of it is padding
+STRETCH = (
+    2  # most times longer than a rectangle's shortest sequence that its longest may be, so at most half is padding
+)
 
 
 @dataclass(frozen=True)
 class PackedRoute:
     """All sequences back to back in one row, through our attention.
 
-    Beyond `limit` tokens longrope's frequencies follow the largest position of the batch, so every sequence goes alone.
+    Above `limit` tokens, longrope's frequencies depend on the largest position in the batch, so every sequence runs alone.
     """
 
     limit: int | None = None
@@ -50,7 +52,7 @@ class PackedRoute:
 
 @dataclass(frozen=True)
 class StockRoute:
-    """The stock forward pass on rectangles of sequences of similar length; `alone`: one sequence each."""
+    """The stock forward pass on rectangles of sequences of similar length. `alone`: one sequence per rectangle."""
 
     why: str
     alone: bool = False
@@ -90,33 +92,33 @@ def _packed(backbone: Any, ids_T: Tensor, layout: Packed) -> Tensor:
     return out.last_hidden_state.squeeze(0)
 
 
-# Which route a model takes, found out when it is loaded: two sequences of different length against its stock forward pass.
+# --- Choosing the route when a model is loaded ---
 #
-# Sliding windows and chunks of any size are narrowed while the probe runs, so that its sequences are longer than all of them
-# and the probe stays cheap. What decides:
+# A probe compares two sequences of different length with the stock forward pass. Sliding windows and chunks are narrowed
+# meanwhile, so that short, cheap sequences exceed them. The result decides:
 #
-# stock logits are not head(hidden), or depend on later tokens   -> refused
+# stock logits are not head(hidden), or depend on later tokens   -> rejected
 # packed is right                                                -> packed
 # packed is wrong, padded is right                               -> padded
 # both are wrong                                                 -> one sequence at a time
 
 
 LENGTHS = (13, 9)
-NARROW = 4  # columns of a window while the probe runs
+NARROW = 4  # width of a window while the probe runs
 WINDOWS = ("sliding_window", "sliding_window_size", "attention_chunk_size")
-PACKABLE = {"full_attention", "sliding_attention", "chunked_attention"}  # kinds of layers; others are not tried
+PACKABLE = {"full_attention", "sliding_attention", "chunked_attention"}  # kinds of layers; others are not probed
 INDEXED = (
     "index_topk",
     "index_topk_blocks",
     "indexer_compress_ratio",
-)  # attention to chosen tokens, once there are many
+)  # attention to chosen tokens only, once there are many
 FOREIGN_LAYERS = "its layers do not go through transformers' attention interface"
-# What a stock class raises when it is called in a way it does not know: a keyword, a shape, a missing piece.
+# Errors of a stock class called in a way it does not support: a keyword, a shape, a missing part.
 FOREIGN = (TypeError, ValueError, RuntimeError, AttributeError, KeyError, IndexError, ImportError)
 
 
 def choose_route(model: LanguageModel) -> Route:
-    """Leaves the module with our attention where packing is right, and with its own elsewhere."""
+    """Probe the model. Leaves our attention switched on if packing is right, else the model's own."""
     count = sum(LENGTHS)
     ids_T = torch.linspace(1, model.size - 1, count, device=model.device).long().roll(count // 2)
     limit = rotary_limit(model.module.config, "longrope")
@@ -133,7 +135,7 @@ def choose_route(model: LanguageModel) -> Route:
 
 
 def _unpackable(config: Any) -> str:
-    """What the config says already, and a short probe would not show."""
+    """Why the config rules packing out, for reasons that a short probe would not show; else empty."""
     kinds = set(getattr(config, "layer_types", None) or ()) - PACKABLE
     if kinds:
         return f"it has layers of the kind {', '.join(sorted(kinds))}"
@@ -156,7 +158,7 @@ def _try(model: LanguageModel, route: Route, ids_T: Tensor, stock: Sequence[Tens
 
 
 def switch_attention(module: Any, name: str) -> None:
-    """Classes with attention of their own stay as they are; the line that transformers logs about it is left out."""
+    """Switch the attention. Classes with their own attention are unchanged, and transformers' log line about it is silenced."""
     before = logging.get_verbosity()
     logging.set_verbosity_error()
     try:
@@ -166,12 +168,12 @@ def switch_attention(module: Any, name: str) -> None:
 
 
 def takes_our_attention(model: LanguageModel) -> bool:
-    """Classes that do not can be packed all the same where they mask by the positions."""
+    """Whether the class uses our attention. If not, it can still be packed if it masks by positions."""
     return bool(model.module.config._attn_implementation == attention.NAME)
 
 
 def _stock(model: LanguageModel, ids_T: Tensor) -> list[Tensor]:
-    """Logits of each sequence by itself, as the stock class gives them, after checking that they are usable at all."""
+    """Logits of each sequence alone from the stock class, after checking that the model can be used at all."""
 
     def run(ids: Tensor) -> tuple[Tensor, Tensor]:
         try:
@@ -201,7 +203,7 @@ def _stock(model: LanguageModel, ids_T: Tensor) -> list[Tensor]:
 
 
 def _compare(model: LanguageModel, route: Route, ids_T: Tensor, stock: Sequence[Tensor]) -> str:
-    """Why the route is wrong, or nothing."""
+    """Why the route is wrong; empty if it is right."""
     hidden = route.hidden(model.backbone, ids_T, Packed.of(list(LENGTHS), model.device))
     ours = model.project(hidden).logits().split(LENGTHS)
     if far(ours[0], stock[0], model.dtype):
@@ -214,8 +216,9 @@ def _compare(model: LanguageModel, route: Route, ids_T: Tensor, stock: Sequence[
 def far(ours: Tensor, stock: Tensor, dtype: torch.dtype) -> bool:
     """Whether two sets of logits (N, V) differ by more than rounding.
 
-    In half precision single logits may differ by much, so their spread decides too, and most rows do: rounding gives 0.2 to
-    15 % of it (once in SmolLM2 40 %, for a single row), a sequence that sees another one 30 % and more of all its rows.
+    In half precision single logits may differ a lot, so the gap is also compared with the logits' spread, and at least half the
+    rows must be close. Rounding gives 0.2 to 15 % of the spread (once in SmolLM2 40 %, for a single row); a sequence that sees
+    another one gives 30 % or more, in all its rows.
     """
     gap, scale = (ours - stock).abs(), max(1.0, float(stock.abs().max()))
     if dtype == torch.float32:
@@ -227,7 +230,7 @@ def far(ours: Tensor, stock: Tensor, dtype: torch.dtype) -> bool:
 
 @contextmanager
 def narrow_windows(module: Any) -> Iterator[None]:
-    """Sliding windows and attention chunks of `NARROW` columns: masks are built from the config, layers hold a copy."""
+    """Set sliding windows and attention chunks to `NARROW` columns, in the config (for masks) and in the layers' own copies."""
     holders = [(vars(config), config) for config in {id(part.config): part.config for part in _models(module)}.values()]
     holders += [(vars(part), part) for part in module.modules()]
     before = [
@@ -252,7 +255,7 @@ def _models(module: Any) -> list[Any]:
 
 
 def rotary_limit(config: Any, kind: str) -> int | None:
-    """The longest sequence for which rotary frequencies of this kind are fixed; None: the model has no such kind."""
+    """The longest sequence for which this kind of rotary embedding has fixed frequencies. None: the model does not use this kind."""
     parameters = getattr(config, "rope_parameters", None) or {}
     kinds = [parameters, *(value for value in parameters.values() if isinstance(value, dict))]
     limits = [

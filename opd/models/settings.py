@@ -1,4 +1,4 @@
-"""Settings of models that a recipe can give, and sizes that plans have to know. No torch here."""
+"""Model settings of a recipe, and sizes that plans need. No torch here."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ from pydantic import BaseModel, Field
 
 from opd.registry import SETTINGS, Positive, Word
 
-UNIT = 2**26  # weights that ranks gather at once, at most, if that is a layer or more
-UNITS = 8  # of a model, at least
+UNIT = 2**26  # most weights that ranks gather at once (but at least one layer)
+UNITS = 8  # a unit has at most this fraction (1/8) of a model's layers, rounded up
 
 
 def layers_of_unit(layers: int, weights: int) -> int:
-    """How many layers of so many weights each are gathered together where a model is spread over ranks."""
+    """How many layers, of `weights` weights each, are gathered together when a model is sharded over ranks."""
     return max(min(-(-layers // UNITS), UNIT // max(weights, 1)), 1)
 
 
 class Lora(BaseModel):
-    """Low-rank adapters through peft."""
+    """Train low-rank adapters, through peft."""
 
     model_config = SETTINGS
     rank: Positive = Field(16, le=65_536)

@@ -1,7 +1,7 @@
-"""A student whose weights are spread over ranks (FSDP2). It trains; copies to sample and score with were made before.
+"""A student whose weights are sharded over ranks (FSDP2). It only trains; copies for sampling and scoring are made beforehand.
 
-The whole model is the root of the sharding, and everything that reads its head runs `inside`: there the root's weights are
-whole, tied or not. Every rank has to make the same number of passes, since each gathers weights from all the others.
+The whole model is the root FSDP module. Everything that reads its head runs `inside`, where the root's weights are gathered,
+tied or not. Every rank must make the same number of passes, because each pass gathers weights from all ranks.
 """
 
 from __future__ import annotations
@@ -49,13 +49,11 @@ from opd.models.settings import Lora, layers_of_unit
 from opd.records import WeightsRef
 
 T = TypeVar("T")
-SHARD = (
-    "shard"  # of the mesh of ranks: the last dimension, along which rows are spread; along another, groups are replicas
-)
+SHARD = "shard"  # last dimension of the mesh, along which rows are sharded; any other dimension holds replicas
 
 
 class ShardedModel(LanguageModel):
-    """Made of a model that is whole on every rank, and that must not be used afterwards."""
+    """Built from a model that is complete on every rank; that model must not be used afterwards."""
 
     passes_alone = False
     stays = False
@@ -64,14 +62,14 @@ class ShardedModel(LanguageModel):
         vars(self).update(vars(model))
         self._most, self._leads = most, leads
         self._template = _template(model)
-        self._last: Projection | None = None  # of the newest pass
+        self._last: Projection | None = None  # from the latest pass
         frozen = set() if self.adapter is None else {p for p in self.module.parameters() if not p.requires_grad}
         shard_module(self.module, mesh, layers=self.adapter is None and self._one_call, ignored=frozen)
         self._weights = dict(self.module.named_parameters())
 
     @property
     def _one_call(self) -> bool:
-        """Whether a pack is one call of every layer. Else ranks would call them unequally often: the root alone is sharded."""
+        """Whether a pack calls every layer once. If not, ranks make different numbers of calls, so only the root is sharded."""
         return self.route.name == "packed" and self.route.limit is None
 
     @property
@@ -86,7 +84,7 @@ class ShardedModel(LanguageModel):
         return {name: weight for name, weight in self._weights.items() if weight.requires_grad}
 
     def finite(self) -> bool:
-        """This rank's part of them."""
+        """Whether this rank's part of the weights is finite."""
         return all(bool(torch.isfinite(weight.to_local()).all()) for weight in self.sharded_weights.values())
 
     # Passes
@@ -96,7 +94,7 @@ class ShardedModel(LanguageModel):
         return self._last
 
     def passes(self, packs: Sequence[T]) -> Iterator[T]:
-        """Each pack, and passes without any until every rank has made as many as the busiest."""
+        """Yield each pack, then make empty passes until every rank has made as many as the busiest one."""
         missing = self._most(len(packs)) - len(packs)
         try:
             yield from packs
@@ -111,9 +109,9 @@ class ShardedModel(LanguageModel):
         return self.module.inside(lambda: self._joined(compute()))
 
     def _joined(self, found: Any) -> Any:
-        """A loss that trains on nothing still takes part in the backward pass, which gathers and reduces with the others.
+        """Connect a loss that trains nothing, or perhaps only a module, to the weights.
 
-        So does one that may train a module alone.
+        The rank then still takes part in the collectives of the backward pass.
         """
         joins = torch.is_grad_enabled() and isinstance(found, tuple)
         if joins and (self.has_modules or not found[0].requires_grad):
@@ -131,15 +129,15 @@ class ShardedModel(LanguageModel):
         parts = [self._last.hidden, self._last.weight, *([] if self._last.bias is None else [self._last.bias])]
         return sum((0.0 * part.float().sum() for part in parts), start=torch.zeros((), device=self.device))
 
-    # Whole weights
+    # Full weights
 
     def _let_go(self) -> None:
-        """Of what is gathered still: an update changes this rank's rows alone."""
+        """Free gathered weights: an update changes only this rank's rows, so they would be stale."""
         for part in self._parts:
             part.reshard()
 
     def weights(self, version: int) -> WeightsRef:
-        """All ranks have to read them, in the same order."""
+        """Collective: all ranks must read the weights, in the same order."""
         self._let_go()
         if self.adapter is None:
             return WeightsRef(version, GatheredWeights(self._weights))
@@ -152,12 +150,12 @@ class ShardedModel(LanguageModel):
         return WeightsRef(version, tensors)
 
     def factors(self) -> dict[str, Tensor]:
-        """All ranks have to ask."""
+        """Collective: all ranks must call it."""
         self._let_go()
         return {lora.file_name(name): whole_of(weight) for name, weight in self.trainable().items()}
 
     def snapshot(self) -> LanguageModel:
-        """A whole copy in the leader's memory; on the others, which only help, nothing that could be saved."""
+        """A full copy in the leader's memory. Other ranks only help to gather it, and return themselves."""
         self._let_go()
         device = "cpu" if self.adapter is None else self.device
         tensors = {}
@@ -178,7 +176,7 @@ class ShardedModel(LanguageModel):
                 weight.copy_(shard_of(saved[name].detach().to(self.device), weight))
 
     def _filled(self, tensors: Mapping[str, Tensor]) -> LanguageModel:
-        """The template with these weights in the places of those that are sharded."""
+        """The template with these weights in place of the sharded ones."""
         memo: dict[int, Any] = {}
         for module in (self._template.module, self._template._plain):
             for name, weight in module.named_parameters() if module is not None else ():
@@ -192,7 +190,7 @@ class ShardedModel(LanguageModel):
 
 
 class GatheredWeights(Mapping[str, Tensor]):
-    """Weights by name, each whole only while it is looked at."""
+    """Weights by name; each is gathered when it is read."""
 
     def __init__(self, weights: Mapping[str, Tensor]) -> None:
         self._weights = weights
@@ -209,21 +207,21 @@ class GatheredWeights(Mapping[str, Tensor]):
 
 @torch.no_grad()
 def whole_of(weight: Tensor) -> Tensor:
-    """All its rows, gathered from the ranks that have some. One rank by itself has them all."""
+    """All rows of the weight, gathered from the ranks. Nothing is sent if one rank has them all."""
     if not isinstance(weight, DTensor):
         return weight.detach()
     return weight.to_local() if weight.device_mesh.shape[-1] == 1 else weight.full_tensor()
 
 
 def shard_of(whole: Tensor, like: Tensor) -> Tensor:
-    """This rank's part of a tensor that every rank has whole. Nothing is sent."""
+    """This rank's part of a tensor that every rank has in full. Nothing is sent."""
     if not isinstance(like, DTensor):
         return whole
     return distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None)
 
 
 def shard_module(module: Any, mesh: DeviceMesh, *, layers: bool, ignored: Collection[nn.Parameter] = ()) -> None:
-    """`layers`: each by itself, too. `ignored`: below adapters; the sampler holds the same tensors, whole."""
+    """`layers`: shard groups of layers separately, too. `ignored`: weights under adapters, which the sampler shares in full."""
     settings: dict[str, Any] = {
         "mesh": mesh,
         "mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.float32),
@@ -232,18 +230,18 @@ def shard_module(module: Any, mesh: DeviceMesh, *, layers: bool, ignored: Collec
     for unit in _units(decoder_layers(module)) if layers else ():
         fully_shard(unit, **settings)
     fully_shard(module, **settings)
-    if mesh.shape[-1] == 1:  # a rank that has all rows keeps what it gathers, from the first pass to the last
+    if mesh.shape[-1] == 1:  # a rank that has all rows never frees gathered weights
         module.set_reshard_after_forward(False)
         module.set_reshard_after_backward(False)
     for part in fsdp_parts(module):
-        part.set_gradient_divide_factor(1.0)  # weights are those of the whole batch: gradients add up
+        part.set_gradient_divide_factor(1.0)  # losses are weighted over the whole batch: gradients add up
         part.set_force_sum_reduction_for_comms(True)
     module.inside = _call
     register_fsdp_forward_method(module, "inside")
 
 
 def _units(layers: Sequence[nn.Module]) -> list[list[nn.Module]]:
-    """Layers that are gathered together: every unit costs the host as much, however small it is."""
+    """Groups of layers that are gathered together: each gather costs the host the same, however small."""
     sizes = [sum(weight.numel() for weight in layer.parameters()) for layer in layers]
     each = layers_of_unit(len(layers), max(sizes, default=1))
     return [list(layers[first : first + each]) for first in range(0, len(layers), each)]
@@ -258,7 +256,7 @@ def _call(compute: Callable[[], T]) -> T:
 
 
 def _template(model: LanguageModel) -> LanguageModel:
-    """The model without memory for the weights that are sharded; what is shared with a sampler stays shared."""
+    """The model with sharded weights on the meta device; weights shared with a sampler stay shared."""
     whole = model.adapter is None
     memo: dict[int, Any] = {}
     for module in (model.module, model._plain):
@@ -271,12 +269,13 @@ def _template(model: LanguageModel) -> LanguageModel:
     return clone
 
 
-# A model of which every rank reads its own part: built without memory for weights, sharded (FSDP2), and then filled with this
-# rank's rows of each tensor from the files, so that no rank ever holds more than its share of what is sharded.
+# --- Reading only this rank's rows ---
+#
+# The model is built on the meta device, sharded, and then filled from the files. No rank holds more than its share.
 
 
 def module_without_weights(config: Any, dtype: str, directory: Path) -> Any:
-    """With the buffers and the generation config that it would be loaded with, and no dropout, either."""
+    """The module in evaluation mode, with its buffers and generation config, and parameters on the meta device."""
     from transformers import AutoModelForCausalLM, GenerationConfig
 
     with _without_weights():
@@ -290,14 +289,14 @@ def module_without_weights(config: Any, dtype: str, directory: Path) -> Any:
 
 
 def reads_by_parts(module: Any, directory: Path) -> bool:
-    """Whether the files hold every tensor by the name that its class has for it, and none that the config denies."""
+    """Whether the files hold every tensor under the class's own name, and none that contradicts the config."""
     stored, known = stored_tensors(directory), _tensors(module)
     sizes = all(key not in known or known[key].numel() == count for key, count in stored.items())
     return sizes and not _missing(known, stored) and not denied_tensors(module, set(stored) - set(known))
 
 
 def allocate(module: Any, device: str) -> None:
-    """Memory for what this rank has of it."""
+    """Allocate memory for this rank's part of the module; buffers keep their values."""
     buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
     module.to_empty(device=device)
     module.tie_weights()
@@ -316,9 +315,9 @@ def read_parts(
     names: Mapping[str, str] | None = None,
     beside: Collection[str] = (),
 ) -> None:
-    """This rank's rows of every tensor; of a tied one, under the first of its names that is stored.
+    """Fill the module with this rank's rows of every tensor. A tied tensor is read under its first stored name.
 
-    `names`: those of the files, where the module has others; `beside`: what no file has.
+    `names`: module name -> name in the files, if they differ. `beside`: names that no file has.
     """
     files = {key: file for file in weight_files(directory) for key in read_header(file)}
     tensors = {(names or {}).get(key, key): tensor for key, tensor in _tensors(module).items() if key not in beside}
@@ -342,7 +341,7 @@ def read_parts(
 
 @contextmanager
 def _without_weights() -> Iterator[None]:
-    """Parameters that are made in here have no memory; buffers have."""
+    """Parameters created in this context are on the meta device; buffers are not."""
     register = nn.Module.register_parameter
 
     def on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
@@ -358,7 +357,7 @@ def _without_weights() -> Iterator[None]:
 
 
 def _tensors(module: Any) -> dict[str, Tensor]:
-    """What files hold of it, by all its names: parameters, and buffers that are no mere tables."""
+    """What files store of a module, under all its names: parameters and persistent buffers."""
     found = dict(module.named_parameters(remove_duplicate=False))
     for place, child in module.named_modules():
         for name, buffer in child.named_buffers(recurse=False):
@@ -368,7 +367,7 @@ def _tensors(module: Any) -> dict[str, Tensor]:
 
 
 def _missing(tensors: dict[str, Tensor], stored: Any) -> list[str]:
-    """Those that are stored under none of their names."""
+    """Tensors that are not stored under any of their names."""
     there = {id(tensor) for key, tensor in tensors.items() if key in stored}
     return [key for key, tensor in tensors.items() if id(tensor) not in there]
 
@@ -384,13 +383,13 @@ def _fill(weight: Tensor, stored: Any, rank: int, size: int) -> None:
         weight.to_local().copy_(stored[start:stop])
 
 
-# A student that is spread over ranks from the start: each reads its own rows of the weights, and none ever has all of them.
+# --- A student that is sharded from the start ---
 #
-# A whole copy is there only where one is asked for: to sample with, or to score with. All ranks help to fill it.
+# Full copies are made only on request, for sampling or scoring. All ranks help to fill them.
 
 
 class PartedModel(ShardedModel):
-    """`plain`: the module without memory for its weights, and not sharded."""
+    """Each rank reads only its rows of the weights. `plain`: the module on the meta device, not sharded."""
 
     @torch.no_grad()
     def __init__(
@@ -413,7 +412,7 @@ class PartedModel(ShardedModel):
         self._weights = dict(module.named_parameters())
 
     def inference_copy(self, dtype: torch.dtype | None = None, *, own: bool = False) -> LanguageModel:
-        """Nothing of it is shared."""
+        """A copy that shares no tensor with this model."""
         return self._copy(self.weights(0).tensors, dtype)
 
     def _copy(self, gathered: Mapping[str, Tensor], dtype: torch.dtype | None) -> LanguageModel:
@@ -454,9 +453,9 @@ def load_parted(
     most: Callable[[int], int],
     leads: bool,
 ) -> PartedModel | None:
-    """None: it has to be read whole. Its files have other names than its class or are not here yet, or it does not run packed.
+    """None: each rank must load the full model. Its files are not here yet or use other names than its class, or it does not run packed.
 
-    DistributedRanks of several machines agree on it beforehand (`files_here`): the weights may have come to some of them only.
+    With several machines, DistributedRanks agree on this beforehand (`files_here`): only some machines may have the weights.
     """
 
     directory = weights_directory(name, revision)
@@ -490,16 +489,16 @@ def load_parted(
     return model if model._one_call else None
 
 
-# A student with adapters that is spread over ranks from the start: frozen weights as well, each rank reading its own rows.
+# --- A student with adapters that is sharded from the start, frozen weights included ---
 #
-# Its weights are merged layer by layer: no rank ever has more than one of them whole, unless it asks for a copy to sample with.
+# Weights are merged layer by layer. No rank gathers more than one unit at a time, unless it asks for a copy for sampling.
 
 
 class Attached:
-    """Adapters in a module without memory for its weights: which of its tensors is which of the plain module's."""
+    """Adapters in a module on the meta device, and the map from its tensor names to the plain module's."""
 
     def __init__(self, module: Any, settings: Lora) -> None:
-        """Adapters are drawn as they would be beside the weights themselves, which are stood in for meanwhile."""
+        """Stand-ins replace the weights meanwhile, so adapters are initialised exactly as with real weights."""
         self.settings, weights = settings, _by_identity(module)
         stand_ins = {
             key: nn.Parameter(torch.zeros((), dtype=weight.dtype).expand(weight.shape), requires_grad=False)
@@ -516,7 +515,7 @@ class Attached:
             weight.requires_grad_(name in self.drawn)
 
     def fill(self, module: Any, name: str, directory: Path, device: str, place: tuple[int, int]) -> None:
-        """This rank's rows of everything, of a module that has been sharded by now."""
+        """Fill the module, sharded by now, with this rank's rows of weights and adapters."""
         allocate(module, device)
         read_parts(module, name, directory, *place, names=self.plain_names, beside=self.drawn)
         with torch.no_grad():
@@ -526,7 +525,7 @@ class Attached:
 
 
 class PartedLora(PartedModel):
-    """`saved`: the same module without memory, before it was sharded; filled, it is what a checkpoint is written from."""
+    """`saved`: the same module on the meta device, before sharding; checkpoints are written from a filled copy."""
 
     def __init__(
         self,
@@ -549,7 +548,7 @@ class PartedLora(PartedModel):
         return WeightsRef(version, MergedWeights(self.module, self._plain_names, merge=True))
 
     def base(self) -> LanguageModel:
-        """A whole copy: what lies below the adapters is in parts here."""
+        """A full copy of the base: here its weights are sharded."""
         return self._copy(MergedWeights(self.module, self._plain_names, merge=False), None)
 
     def snapshot(self) -> LanguageModel:
@@ -574,7 +573,7 @@ class PartedLora(PartedModel):
 
     @torch.no_grad()
     def restore(self, directory: Path) -> None:
-        """Only adapters have changed."""
+        """Restore the adapters; nothing else has changed."""
         self._let_go()
         file = directory / "adapter" / "adapter_model.safetensors"
         saved = load_file(file)
@@ -586,7 +585,7 @@ class PartedLora(PartedModel):
 
 
 class MergedWeights(Mapping[str, Tensor]):
-    """Weights by their plain names, adapters added to them or not: a layer is gathered when one of its weights is asked for."""
+    """Weights by their plain names, with adapters merged or not. A unit is gathered when one of its weights is read."""
 
     def __init__(self, module: Any, plain_names: Mapping[str, str], *, merge: bool) -> None:
         self._module, self._names, self._merge = module, plain_names, merge
@@ -598,7 +597,7 @@ class MergedWeights(Mapping[str, Tensor]):
 
     def __getitem__(self, name: str) -> Tensor:
         if name not in self._held:
-            self._held = {}  # its memory is free before that of the next is taken
+            self._held = {}  # free this unit's memory before gathering the next
             self._held = self._gathered(self._part[name])
         return self._held[name]
 
@@ -631,16 +630,16 @@ def _by_identity(module: Any) -> dict[int, tuple[str, nn.Parameter]]:
 
 
 def _exchange(module: Any, others: Mapping[int, nn.Parameter]) -> None:
-    """Put other parameters into the places of those with these identities; one that stands in two places stays one."""
+    """Replace the parameters with these ids by others; a shared parameter stays shared."""
     for child in module.modules():
         for name, weight in child._parameters.items():
             if weight is not None and id(weight) in others:
                 child._parameters[name] = others[id(weight)]
 
 
-# A frozen model whose layers are spread over ranks (FSDP2): each is whole on a device only while a pass goes through it.
+# --- A frozen model whose layers are sharded over ranks ---
 #
-# It is read by parts, so that no rank ever holds more than its own. Embedding, norms and head are whole on every rank: losses
+# A layer is gathered only while a pass goes through it. Embedding, norms and head are in full on every rank, because losses
 # read the head itself.
 
 
@@ -648,7 +647,7 @@ WHOLE = "Set cluster.teachers: whole, or serve it elsewhere (kind: served)."
 
 
 class SpreadModel(LanguageModel):
-    """All ranks make as many passes through it: each gathers layers from all the others."""
+    """All ranks must make the same number of passes, because each pass gathers layers from all ranks."""
 
     spread = True
     stays = False
@@ -663,7 +662,7 @@ class SpreadModel(LanguageModel):
 
     @torch.no_grad()
     def passes(self, packs: Sequence[T]) -> Iterator[T]:
-        """Each pack, and passes without any until every rank has made as many as the busiest."""
+        """Yield each pack, then make empty passes until every rank has made as many as the busiest one."""
         missing = self._most(len(packs)) - len(packs)
         yield from packs
         for _ in range(missing):

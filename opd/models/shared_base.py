@@ -1,7 +1,7 @@
-"""An adapter over a base model that others use as well: layers of its own, the base's tensors shared, nothing merged.
+"""An adapter over a shared base model: it has its own layers, shares the base's tensors and merges nothing.
 
-So specialists over one base cost their adapters each, and none has to be switched on: there is no moment at which one model could
-answer with another's adapter, and the base is never written to.
+So each specialist over one base costs only its adapter. Adapters are never switched, so no model can answer with another's
+adapter, and the base is never written to.
 """
 
 from __future__ import annotations
@@ -17,13 +17,18 @@ from opd.models.files import read_json, read_shapes, reading_model
 from opd.models.language_model import LanguageModel, share_module
 from opd.models.load import CONFIG, WEIGHTS_FILE, refuse_difference, wanted_shapes
 
-# What adds something to the weights that is not a product of two factors, or changes the base while it is loaded.
+# Settings that add more to the weights than a product of two factors, or change the base while loading.
 OTHER_WAYS = ("use_dora", "modules_to_save", "trainable_token_indices", "layer_replication", "lora_bias", "use_qalora")
-STARTS = (True, False, None, "gaussian")  # of `init_lora_weights`; others take the first factors out of the base
+STARTS = (
+    True,
+    False,
+    None,
+    "gaussian",
+)  # allowed `init_lora_weights`; others subtract the initial factors from the base
 
 
 class AdaptedModel(LanguageModel):
-    """A base with an adapter's layers in it. Copies for sampling have the adapter merged."""
+    """A base with an adapter's layers added. Copies for sampling have the adapter merged."""
 
     def __init__(self, base: LanguageModel, name: str, directory: Path) -> None:
         vars(self).update(vars(base.inference_copy()))
@@ -41,7 +46,7 @@ class AdaptedModel(LanguageModel):
 
 
 def check_adapter(name: str, directory: Path, empty: Any) -> None:
-    """Refuse an adapter that is not one of this model (a module on the meta device, without weights) or not whole."""
+    """Reject an adapter that is incomplete or made for another model. `empty`: this model on the meta device."""
     settings = read_json(directory / CONFIG)
     _refuse_settings(name, settings)
     head = next(key for key, child in empty.named_modules() if child is empty.get_output_embeddings())
@@ -69,7 +74,7 @@ def _refuse_settings(name: str, settings: dict[str, Any]) -> None:
 
 
 def _refuse_tensors(name: str, stored: dict[str, tuple[int, ...]], head: str) -> None:
-    """Embeddings may be the head's matrix as well, and exact divergences read that itself."""
+    """Reject adapters on the head or on embeddings, which may share its matrix: exact divergences read the head's matrix directly."""
     for key in stored:
         if "lora_embedding" in key or f".{head}." in key or "lora_" not in key:
             what = "embeddings" if "embed" in key else "output head" if f".{head}." in key else "whole tensors"

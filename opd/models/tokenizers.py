@@ -1,4 +1,4 @@
-"""Tokenizer identity: what ids mean decides whether a teacher can score a student's tokens, never how many there are."""
+"""Tokenizer identity: a teacher can score a student's tokens if ids have the same meaning; vocabulary size does not matter."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ if TYPE_CHECKING:
     from opd.models.language_model import LanguageModel
 
 
-GROWTH = 1000  # a text may become this many times longer before it is cut into tokens, or after
-TOKEN = 100_000  # characters of the longest token
+GROWTH = 1000  # a text may become at most this many times longer, before tokenisation or after decoding
+TOKEN = 100_000  # most characters of a token
 
 
 def fingerprint(tokenizer: Any) -> str:
-    """Hash of the id -> token table, added tokens included."""
+    """Hash of the id -> token table, including added tokens."""
     table = sorted((index, token) for token, index in tokenizer.get_vocab().items())
     digest = hashlib.sha256()
     for index, token in table:
@@ -32,7 +32,7 @@ def fingerprint(tokenizer: Any) -> str:
 
 
 def differing_ids(student: Any, teacher: Any) -> list[int]:
-    """Ids that mean something else, or nothing, to one of the two."""
+    """Ids that the two tokenizers map to different tokens, or that only one of them has."""
     if fingerprint(student) == fingerprint(teacher):
         return []
     ours = {index: token for token, index in student.get_vocab().items()}
@@ -41,7 +41,7 @@ def differing_ids(student: Any, teacher: Any) -> list[int]:
 
 
 def require_same(student: Any, teacher: Any, student_name: str, teacher_name: str) -> None:
-    """Refuse a teacher whose ids mean something else, and say which."""
+    """Reject a teacher whose ids have other meanings, and name those ids."""
     differing = differing_ids(student, teacher)
     if not differing:
         return
@@ -60,7 +60,7 @@ def require_same(student: Any, teacher: Any, student_name: str, teacher_name: st
 def stop_ids(module: Any, tokenizer: Any, rows: int, name: str) -> tuple[int, ...]:
     """Every id on which this model ends its turn: generation config, model config and tokenizer together.
 
-    An id that the head has no row for can never be drawn, so it is left out, unless there is no other.
+    Ids without a row in the head can never be sampled, so they are left out. If no id remains, that is an error.
     """
     found: list[int] = []
     for value in (module.generation_config.eos_token_id, module.config.eos_token_id, tokenizer.eos_token_id):
@@ -79,12 +79,12 @@ def stop_ids(module: Any, tokenizer: Any, rows: int, name: str) -> tuple[int, ..
 
 
 def vocabulary_size(tokenizer: Any, stop: Sequence[int], rows: int) -> int:
-    """How many of the head's rows are ids, and not padding. Ids may have holes, so it is the highest that counts."""
+    """How many of the head's rows are ids rather than padding: the highest id plus one, because ids may have gaps."""
     return min(max([*tokenizer.get_vocab().values(), *stop], default=-1) + 1, rows)
 
 
 class Elsewhere(NamedTuple):
-    """What a model that is not in this process stops at, and how many ids it knows."""
+    """Stop ids and vocabulary size of a model that is not in this process."""
 
     name: str
     stop_ids: tuple[int, ...]
@@ -94,7 +94,7 @@ class Elsewhere(NamedTuple):
 def share_vocabulary(
     student: LanguageModel, teachers: Mapping[str, LanguageModel], elsewhere: Sequence[Elsewhere] = ()
 ) -> tuple[int, ...]:
-    """The stop ids of all together, one event; from now on every model has the same ids, so each can score what another drew."""
+    """The union of all stop ids, which count as one event. Sets the same size on every model, so each can score another's tokens."""
     models = [student, *teachers.values()]
     heads = {model.name: model.head.weight.shape[0] for model in models} | {one.name: one.size for one in elsewhere}
     rows = min(heads.values())
@@ -114,7 +114,7 @@ def share_vocabulary(
 
 
 def check_tokenizer(tokenizer: Any, name: str) -> None:
-    """Refuse one whose replacements would blow a short text up until memory ends."""
+    """Reject a tokenizer whose replacements would make a short text exhaust memory."""
     longest = max(tokenizer.get_vocab(), key=len, default="")
     if len(longest) > TOKEN:
         raise ModelError(
@@ -128,11 +128,11 @@ def check_tokenizer(tokenizer: Any, name: str) -> None:
                 f"model {name!r}: its tokenizer's replacements make a text up to {growth:.3g} times longer. "
                 "Use the tokenizer the model came with."
             )
-    tokenizer("a")  # a damaged one fails at its first text
+    tokenizer("a")  # a damaged tokenizer fails at its first text
 
 
 def _growth(part: dict[str, Any]) -> float:
-    """By how much a normaliser or decoder can lengthen a text, at most."""
+    """The largest factor by which a normaliser or decoder can lengthen a text."""
     if part["type"] == "Sequence":
         total = 1.0
         for inner in part.get("normalizers") or part.get("decoders") or []:
@@ -146,9 +146,9 @@ def _growth(part: dict[str, Any]) -> float:
     return 1.0
 
 
-# The bytes that tokens stand for, and where two tokenizers cut the same text in the same places. No torch here.
+# --- The bytes of tokens, and where two tokenizers split the same text in the same places ---
 #
-# Byte-level vocabularies, sentencepiece's (`▁`, byte fallback) and plain ones are read; a multi-byte character may be cut anywhere.
+# Supports byte-level vocabularies, sentencepiece's (`▁`, byte fallback) and plain ones. A multi-byte character may be split anywhere.
 
 
 FALLBACK = re.compile(r"<0x([0-9A-Fa-f]{2})>")
@@ -159,7 +159,7 @@ Span = tuple[int, int, int, int]
 
 @lru_cache(maxsize=16)
 def token_bytes(tokenizer: Any) -> tuple[bytes, ...]:
-    """Of every id; ids that are no token have none."""
+    """The bytes of every id; empty for ids without a token."""
     decoders = _decoders(tokenizer)
     unknown = decoders - READABLE
     if unknown or not tokenizer.is_fast:
@@ -188,7 +188,7 @@ def _bytes(token: str, decoders: set[str]) -> bytes:
 
 
 def _decoders(tokenizer: Any) -> set[str]:
-    """Kinds of the parts that turn tokens into text."""
+    """Types of the decoder's parts, which turn tokens into text."""
     decoder = tokenizer.backend_tokenizer.decoder if tokenizer.is_fast else None
     if decoder is None:
         return set()
@@ -198,7 +198,7 @@ def _decoders(tokenizer: Any) -> set[str]:
 
 @lru_cache(maxsize=1)
 def _alphabet() -> dict[str, bytes]:
-    """The letters that byte-level vocabularies write bytes with: printable ones are themselves, others moved up."""
+    """Character -> byte in byte-level vocabularies. Printable bytes are themselves; others are numbered from 256."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in printable]
     letters = {chr(byte): bytes([byte]) for byte in printable}
@@ -211,7 +211,7 @@ def pieces(tokenizer: Any, ids: Sequence[int] | np.ndarray) -> list[bytes]:
 
 
 def readable(data: bytes) -> str:
-    """The text up to the first byte that is none: an answer may be cut in the middle of a character."""
+    """The text up to the first invalid byte: an answer may end in the middle of a character."""
     try:
         return data.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -221,8 +221,8 @@ def readable(data: bytes) -> str:
 def common_spans(ours: Sequence[bytes], theirs: Sequence[bytes]) -> list[Span]:
     """(s0, s1, t0, t1): tokens s0..s1 of ours and t0..t1 of theirs that cover the same bytes, as short as possible.
 
-    It ends where the two begin to differ, as they do behind a tokenizer that rewrites its text. A space that a tokenizer
-    puts before a text's first word is none of the text.
+    Spans end where the bytes begin to differ, which happens if a tokenizer rewrites its text. A space that a tokenizer adds
+    before the first word is not counted as text.
     """
     left, right = b"".join(ours), b"".join(theirs)
     if right[:1] == b" " and _common(left, right[1:]) > _common(left, right):
@@ -249,9 +249,9 @@ def _common(left: bytes, right: bytes) -> int:
 
 
 def open_end(tokenizer: Any, data: bytes) -> int:
-    """Where the part of a text begins that could be cut into other tokens if more text followed; its length if none could.
+    """Start of the part of a text whose tokens could change if more text followed; the text's length if there is none.
 
-    "1" is such a part where "18" is a token, and " underst" where " understand" is.
+    "1" is such a part if "18" is a token, and " underst" if " understand" is.
     """
     words = _sorted_tokens(tokenizer)
     longest = max(map(len, words), default=0)
@@ -269,7 +269,7 @@ def _sorted_tokens(tokenizer: Any) -> tuple[bytes, ...]:
 
 
 def matching_ids(ours: Any, theirs: Any, leave_out: tuple[set[int], set[int]]) -> tuple[np.ndarray, np.ndarray]:
-    """Ids of both that stand for the same bytes, and special tokens of the same name; of several, the first."""
+    """Ids of both tokenizers with the same bytes, and special tokens of the same name. Among duplicates, the first id."""
     sides = []
     for tokenizer, without in zip((ours, theirs), leave_out, strict=True):
         special = set(tokenizer.all_special_ids)

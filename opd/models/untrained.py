@@ -1,4 +1,4 @@
-"""Parameters that no loss reaches: they only decide which tokens or experts are used, and such a choice has no gradient."""
+"""Parameters that get no gradient from any loss: they only choose tokens or experts, and a choice has no gradient."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ if TYPE_CHECKING:
 
 
 INDEXER = "Indexer"  # in the class names of modules that choose the tokens attention reads (DeepSeek-V3.2, GLM-MoE-DSA)
-BALANCE = frozenset({"e_score_correction_bias", "expert_bias"})  # added to a router's scores for its choice alone
+BALANCE = frozenset({"e_score_correction_bias", "expert_bias"})  # added to a router's scores only for its choice
 
 
 def untrained_parameters(module: Any) -> dict[str, str]:
-    """Name -> what it belongs to. Found by the classes of modules and the names of parameters, so no weights are needed."""
+    """Parameter name -> what it belongs to. Found by class and parameter names, so no weights are needed."""
     found = {
         f"{place}.{name}": "indexers, which choose the tokens that attention reads,"
         for place, part in module.named_modules()
@@ -25,7 +25,7 @@ def untrained_parameters(module: Any) -> dict[str, str]:
 
 
 def untrained_notes(module: Any, lora: Lora | None) -> list[str]:
-    """What a user should know before training; with adapters, only where one would sit on such a parameter."""
+    """Notes for the user before training. With adapters, only if one is on such a parameter."""
     names = untrained_parameters(module)
     if lora is not None and names:
         from opd.models.lora import find_targets

@@ -1,1 +1,1 @@
-"""Monitors: what can go wrong in a run, how it shows in the metrics, and what is published against it. No torch here."""
+"""Monitors: what can go wrong in a run, how the metrics show it, and published remedies. No torch here."""

@@ -32,12 +32,12 @@ from opd.monitors.monitor import (
 )
 from opd.registry import Fraction, Positive, StageView
 
-WARMER = 1.25  # than a teacher is by itself
-LEVELS = 20  # steps before a fall of the KL that it is compared with
-DROPPED = 3  # times that distinct pairs or rewards fall where the student has collapsed
-STEPS_OF_A_START = 3  # that a fall of the KL comes after, at least
-NEWEST_ERRORS = 5  # at the beginning and at the end that are compared
-SAFE_REFRESH = 40  # steps between two refreshes of a teacher that follows its student (P)
+WARMER = 1.25  # teacher temperature that the remedy sets
+LEVELS = 20  # a fall of the KL is compared with this many steps before it
+DROPPED = 3  # factor by which distinct pairs or rewards fall when the student has collapsed
+STEPS_OF_A_START = 3  # steps at the start; a fall of the KL comes after at least this many
+NEWEST_ERRORS = 5  # teacher calibration errors compared at the beginning and at the end
+SAFE_REFRESH = 40  # steps between two refreshes of a teacher that follows the student (P)
 
 
 def offered(*stages: RecipeStage | None) -> Iterator[RecipeStage]:
@@ -45,15 +45,16 @@ def offered(*stages: RecipeStage | None) -> Iterator[RecipeStage]:
 
 
 def _dropped(history: History, name: str) -> bool:
-    """Whether the two newest values are a fraction of what the metric was in the steps before."""
+    """Whether both of the two newest values are below 1/DROPPED of the median before them."""
     before, now = history.recent(name)[-LEVELS - 2 : -2], history.last(name, 2)
     return bool(before) and max(now) < median(before) / DROPPED
 
 
 class DivergenceJump(Monitor):
-    """The KL to the teacher falls to a fraction at once, and stays there for a step (P: 2.637 to 0.343 where a teacher was reset to its student),
-    or climbs to several times the lowest it has been (H: 3 times, and half a nat). A fast start is no failure: a fall counts only where a
-    teacher that follows its student has had the time to become it, or where scores, rewards or distinct pairs of tokens fell as well.
+    """The KL to the teacher drops suddenly and stays low for a step (P: 2.637 to 0.343 when a teacher was reset to its student),
+    or rises to several times its lowest level (H: 3 times, and 0.5 nats). Fast learning at the start is not a failure. A drop
+    counts only if a teacher that follows the student has had time to become it, or if scores, rewards or distinct pairs of
+    tokens dropped too.
     """
 
     name = "kl"
@@ -76,7 +77,7 @@ class DivergenceJump(Monitor):
         earlier, now = history.last("reverse_kl", 3, skip=2), history.last("reverse_kl", 2)
         before = history.recent("reverse_kl")[-LEVELS - 2 : -2]
         fallen = bool(earlier) and median(earlier) > self.least and max(now) < median(earlier) / self.fall
-        if not fallen or max(now) >= min(before) / 2:  # where it scatters widely, a few low values are none
+        if not fallen or max(now) >= min(before) / 2:  # when the KL is noisy, a few low values are not a drop
             return None
         cause = self._cause(history)
         if cause is None:
@@ -85,8 +86,8 @@ class DivergenceJump(Monitor):
         return Alarm(max(now), median(earlier) / self.fall, words)
 
     def _cause(self, history: History) -> str | None:
-        """What is wrong with a fall of the KL. None: nothing that is known, so the student has learned fast."""
-        if history.score_rose(self.errors, since=history.step - 1):  # an older score does not know of the fall
+        """Why a drop of the KL is bad. None: no known reason, so the student simply learned fast."""
+        if history.score_rose(self.errors, since=history.step - 1):  # an older score was taken before the drop
             return None
         within, trivial = history.facts.followed_within, "the student writes what is trivial to predict"
         if within is not None and history.step > within:
@@ -113,7 +114,7 @@ class DivergenceJump(Monitor):
         return None
 
     def _levels(self, history: History) -> list[float]:
-        """Medians of three steps in a row, so that one odd batch is no level; and where it all began."""
+        """The first value, and medians of three consecutive steps, so that one odd batch does not set a level."""
         values = history.recent("reverse_kl")
         return [*history.first("reverse_kl", 1), *(median(values[at : at + 3]) for at in range(len(values) - 2))]
 
@@ -126,8 +127,8 @@ class DivergenceJump(Monitor):
 
 
 class LostDiversity(Monitor):
-    """pass@k falls by more than two standard errors (P); or entropy, or distinct pairs of tokens, fall by
-    30 % (P: entropy .30 to .21) without any gain in reward. A falling entropy alone is what learning looks like.
+    """pass@k falls by more than two standard errors (P), or entropy or distinct pairs of tokens fall by 30 %
+    (P: entropy .30 to .21) without any gain in reward. Falling entropy alone is normal during learning.
     """
 
     name = "diversity"
@@ -172,7 +173,7 @@ class LostDiversity(Monitor):
             for name, pair in found.items()
             if pair
             for first, now in [pair]
-            if mean(first) > (self.least if name == "entropy" else 0)  # who is sure already has little to lose
+            if mean(first) > (self.least if name == "entropy" else 0)  # a confident student has little entropy to lose
         }
         fallen = {name: share for name, share in kept.items() if share < 1 - self.fall}
         enough = bool(fallen) if rewards is not None else len(fallen) == 2
@@ -196,8 +197,9 @@ class LostDiversity(Monitor):
 
 
 class DominantToken(Monitor):
-    """A few tokens carry the loss: the 1 % with the largest KL hold more than 70 % of it, or one and the same token holds half of it more than
-    its share of the text (H); and the largest is beyond 5 nats (P: where advantages are clipped), in most of the last steps.
+    """A few tokens carry the loss. The 1 % of tokens with the largest KL hold more than 70 % of it, or a single id holds
+    more than half of it beyond its share of the text (H). The largest KL of a token is also above 5 nats (P: the usual clip of
+    advantages) in most of the last steps.
     """
 
     name = "token"
@@ -240,8 +242,8 @@ class DominantToken(Monitor):
 
 
 class SamplerMismatch(Monitor):
-    """The sampler's log-probs are not the trainer's: more than 2 % of the tokens have a ratio outside [0.5, 2] (P: the bounds;
-    H: the share), or |log ratio| is 0.2 on average (H; bf16 alone came to 0.09 at most).
+    """The sampler's log-probs differ from the trainer's: more than 2 % of the tokens have a ratio outside [0.5, 2] (P: the
+    bounds; H: the share), or mean |log ratio| is above 0.2 (H; bf16 alone caused at most 0.09).
     """
 
     name = "mismatch"
@@ -277,7 +279,7 @@ class SamplerMismatch(Monitor):
 
 
 class Stale(Monitor):
-    """Tokens were drawn by weights that are more than four updates old (P)."""
+    """Tokens were sampled from weights more than four updates old (P)."""
 
     name = "staleness"
     reads = ("staleness/max",)
@@ -297,8 +299,8 @@ class Stale(Monitor):
 
 
 class Miscalibrated(Monitor):
-    """Confidence drifts away from how often answers are right: the expected calibration error of the student over the answers of a
-    step, or of its teachers on them, is 0.05 above where it began (H). Confidence is the geometric mean of token probabilities (H).
+    """Confidence drifts away from accuracy: the expected calibration error of the student on the answers of a step, or of its
+    teachers on the same answers, has risen by 0.05 (H). Confidence is the geometric mean of token probabilities (H).
     """
 
     name = "calibration"
@@ -336,15 +338,15 @@ class Miscalibrated(Monitor):
         return offered(with_teachers(stage, warmer))
 
 
-# Monitors of how long answers are, and whether they end.
+# --- Length and stopping of answers ---
 
 
-LENGTH_START = 3  # steps that say how long answers were: some runs have lost it by the tenth
+LENGTH_START = 3  # first steps, which give the initial length: in some runs it has changed by step 10
 
 
 class LostStopping(Monitor):
-    """Answers that do not end: the share that reaches max_new_tokens has risen by a fifth and goes on rising (H; P: no threshold
-    on an early value tells, the late slope does); or answers are twice as long (H), and more of them are cut off.
+    """Answers do not end: the share cut off at max_new_tokens has risen by 0.2 and is still rising (H; P: the late slope
+    shows it, no threshold on an early value does), or answers are twice as long (H) and more of them are cut off.
     """
 
     name = "stopping"
@@ -372,11 +374,11 @@ class LostStopping(Monitor):
 
 
 class OtherLength(Monitor):
-    """Answers change their length while rewards stay flat. Not where a teacher is told to be brief, or to think longer."""
+    """The length of answers changes while rewards stay flat. Ignored when a teacher reads an instruction, such as to be brief."""
 
     reads = ("response_length", "reward")
     remedy = "the model that the stage started from as a second teacher"
-    words: ClassVar[tuple[str, str]]  # what answers have done, and what that means
+    words: ClassVar[tuple[str, str]]  # what answers did, and what it means
     window: Positive = Field(10, le=60, description="steps at the beginning and at the end that are compared")
     errors: float = Field(
         2.0, gt=0, description="of diversity: standard errors by which pass@k falls; of others likewise"
@@ -389,11 +391,11 @@ class OtherLength(Monitor):
         before, now = mean(lengths[0][:LENGTH_START]), mean(lengths[1])
         limit = self.limit(before)
         noise = (standard_error(rewards[0]) ** 2 + standard_error(rewards[1]) ** 2) ** 0.5
-        # three steps scatter widely, and more often upwards: short answers are held against the whole first window as well
+        # three steps are noisy, more often upwards: for shortening, compare with the whole first window too
         within = now >= min(limit, self.limit(mean(lengths[0]))) if limit < before else now <= limit
         scatter = (
             standard_error(lengths[1]) * (len(lengths[1]) / LENGTH_START + 1) ** 0.5
-        )  # of the difference, where nothing happens
+        )  # standard error of the difference when nothing changes
         if (
             within
             or abs(now - before) <= self.errors * scatter
@@ -410,7 +412,7 @@ class OtherLength(Monitor):
 
     @abstractmethod
     def limit(self, before: float) -> float:
-        """Tokens beyond which a mean length is too far from what it was."""
+        """The mean length in tokens that raises the alarm, given the mean length `before`."""
         raise NotImplementedError
 
     def remedies(self, stage: RecipeStage) -> Iterator[RecipeStage]:
@@ -430,7 +432,7 @@ class OtherLength(Monitor):
 
 
 class Shortening(OtherLength):
-    """Answers shrink below 70 % of their length while rewards stay flat (H)."""
+    """Answers shrink below 70 % of their initial length while rewards stay flat (H)."""
 
     name = "shortening"
     words = "shrunk", "reasoning is being cut short"
@@ -441,7 +443,7 @@ class Shortening(OtherLength):
 
 
 class Lengthening(OtherLength):
-    """Answers grow to twice their length while rewards stay flat (H), cut off or not."""
+    """Answers grow beyond twice their initial length while rewards stay flat (H), cut off or not."""
 
     name = "lengthening"
     words = "grown", "length is being inflated"
@@ -451,12 +453,12 @@ class Lengthening(OtherLength):
         return self.longer * before
 
 
-# Monitors that read the periodic evaluations (`eval.every`).
+# --- Periodic evaluations (`eval.every`) ---
 
 
 class FallingTogether(Monitor):
-    """KL to the teacher and the score on held-out prompts both fall, three evaluations in a row (H): what is minimised is not what
-    is wanted any more.
+    """KL to the teacher and the held-out score both fall in three consecutive evaluations (H): minimising the KL no longer
+    helps.
     """
 
     name = "together"
@@ -492,7 +494,7 @@ class FallingTogether(Monitor):
 
 
 class Saturation(Monitor):
-    """A student that is its own and only teacher has nothing left to say: two evaluations in a row gain less than one standard error (H)."""
+    """A student that is its own only teacher stops improving: two consecutive evaluations gain less than one standard error (H)."""
 
     name = "saturation"
     reads = ("eval/DOMAIN",)
@@ -522,23 +524,23 @@ class Saturation(Monitor):
         return offered(with_terms(several, gated("paced")))
 
 
-# Monitors that need more than the metrics of a step: every so many steps they take a probe, and read what it says later on.
+# --- Probes: measurements taken every few steps, beyond the metrics of a step ---
 
 
-PROBES = 3  # the newest ones are looked at together
-REWARD_START = 5  # steps that say where rewards began
+PROBES = 3  # newest probes, averaged
+REWARD_START = 5  # first steps, which give the initial reward
 COSINE = "cosine/"
 AT_FIRST, LATE = "takeover/first", "takeover/late"
 
 
 class FlawedPrefix(Monitor):
-    """The teacher would do better from the beginning, but not behind what the student has written: behind three quarters of its
-    answers it gains less than 0.05 (near P: +0.37 falls to +0.02 with depth), and rewards do not rise (H).
+    """The teacher does better than the student from the beginning, but not after the student's words: after three quarters of
+    an answer it gains less than 0.05 (near P: +0.37 falls to +0.02 with depth), and rewards do not rise (H).
     """
 
     name = "prefix"
     reads = (AT_FIRST, LATE, "reward")
-    usual = False  # the teacher has to answer
+    usual = False  # the teacher has to sample answers
     samples_teacher = True
     remedy = (
         "SCOPE (right answers teach themselves, wrong ones are corrected by a teacher that is sure), an EMA of the student as an anchor, "
@@ -566,7 +568,7 @@ class FlawedPrefix(Monitor):
         rewards = history.rewards_apart(self.window)
         if not first or not late or rewards is None or mean(first) <= self.gap or mean(late) >= self.takeover:
             return None
-        # rewards of a step also follow which domains it drew, so the held-out score counts as well
+        # the reward of a step depends on the domains drawn, so the held-out score counts as well
         if self._rises(*rewards) or history.score_rose(self.errors):
             return None
         return Alarm(
@@ -577,7 +579,7 @@ class FlawedPrefix(Monitor):
         )
 
     def _rises(self, first: Sequence[float], now: Sequence[float]) -> bool:
-        """Since the very start, where who learns fast has done so within the first window; or, slowly, from one window to another."""
+        """Whether rewards rose since the first steps (fast learning happens within the first window), or since the first window."""
         return any(
             mean(now) > mean(start) + self.errors * (standard_error(start) ** 2 + standard_error(now) ** 2) ** 0.5
             for start in (first[:REWARD_START], first)
@@ -591,7 +593,7 @@ class FlawedPrefix(Monitor):
 
 
 def _scope(stage: RecipeStage) -> RecipeStage | None:
-    """Its two terms in place of the one that goes by the teacher; groups of answers, since some have to be right."""
+    """Replaces the single teacher term by SCOPE's two terms. Samples at least 4 answers per prompt, since some have to be right."""
     terms = stage["objective"]
     if len(terms) != 1 or terms[0]["form"] not in ("direct", "policy_gradient", "k2"):
         return None
@@ -613,8 +615,8 @@ def _scope(stage: RecipeStage) -> RecipeStage | None:
 
 
 class TeachersInConflict(Monitor):
-    """What one domain's teacher asks for undoes what the others ask for: the cosine between its gradient and that of the other domains
-    is below -0.05, and the domain scores two standard errors less than before training (H).
+    """Teachers pull in opposite directions: the cosine between a domain's gradient and that of the other domains is below -0.05,
+    and the domain scores two standard errors less than before training (H).
     """
 
     name = "conflict"
@@ -631,7 +633,7 @@ class TeachersInConflict(Monitor):
     )
 
     def measure(self, probe: StepProbe) -> dict[str, float]:
-        wanted = probe.evaluates and not probe.step % self.every  # without evaluations nothing could be said
+        wanted = probe.evaluates and not probe.step % self.every  # the alarm needs evaluations
         return {f"{COSINE}{domain}": found for domain, found in probe.cosines(self.answers).items()} if wanted else {}
 
     def alarm(self, history: History) -> Alarm | None:

@@ -1,4 +1,4 @@
-"""A monitor: one way in which a run fails. Its settings are its thresholds; (P) is a published number, (H) a heuristic of ours."""
+"""A monitor detects one way in which a run fails. Its settings are thresholds: (P) is a published number, (H) our heuristic."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from opd.common.short_forms import SHORT_FORMS
 from opd.common.text import plain
 from opd.registry import SETTINGS, Choice, Family, Word
 
-RecipeStage = dict[str, Any]  # a stage as `resolved.yaml` has it; a remedy changes a copy of its own
+RecipeStage = dict[str, Any]  # a stage as in `resolved.yaml`; remedies change a copy
 
 
 @dataclass(frozen=True)
 class Alarm:
-    """`words`: what is the matter, for somebody who has not read the code."""
+    """`words` describe the problem for a reader who does not know the code."""
 
     value: float
     threshold: float
@@ -32,46 +32,46 @@ class Alarm:
 
 
 class StepProbe(Protocol):
-    """A step that has just been trained on, for monitors that have to look at more than its metrics. Nothing is computed unasked."""
+    """A finished training step, for monitors that need more than its metrics. Values are computed on demand."""
 
     @property
     def step(self) -> int: ...
 
     @property
     def evaluates(self) -> bool:
-        """Whether held-out prompts are asked on the way."""
+        """Whether the run evaluates held-out prompts during training."""
 
     def cosines(self, answers: int) -> dict[str, float]:
-        """Domain -> the cosine between its gradient, over so many answers, and that of all others; nothing below two teachers."""
+        """Domain -> cosine between its gradient over `answers` answers and that of the others. Empty below two teachers."""
 
     def teachers_calibration(self, answers: int) -> dict[str, float]:
-        """The expected calibration error of teachers on so many answers of the student, from what they have said of them already."""
+        """The expected calibration error of teachers on `answers` answers of the student, from signals already computed."""
 
     def taken_over(self, answers: int, depth: float) -> dict[str, float]:
-        """How much more often the teacher is right than the student: from the beginning on, and behind a part of its answers."""
+        """How much more often the teacher is right than the student: from the start, and after a share `depth` of an answer."""
 
 
 class Monitor(Choice):
-    """Asked after every step. An alarm is raised once, and again only after it has been quiet for a while."""
+    """Checked after every step. An alarm is raised once, and again only after a quiet period."""
 
     family = "monitor"
-    usual: ClassVar[bool] = True  # watches without being asked, since what it reads is there anyway
-    reads: ClassVar[tuple[str, ...]]  # metrics; without them it stays quiet
-    remedy: ClassVar[str]  # what is published against it, in words
-    samples_teacher: ClassVar[bool] = False  # the prompt's own, which has to have a model in this process
+    usual: ClassVar[bool] = True  # on by default, since its metrics exist anyway
+    reads: ClassVar[tuple[str, ...]]  # metrics; without them there is no alarm
+    remedy: ClassVar[str]  # the published remedy, in words
+    samples_teacher: ClassVar[bool] = False  # samples from the prompt's teacher, which needs a model in this process
     action: Literal["warn", "stop"] | None = Field(None, description="of one monitor; default: that of all")
 
     def measure(self, probe: StepProbe) -> dict[str, float]:
-        """Metrics that it adds to those of a step; most have all they need."""
+        """Extra metrics for this step. Most monitors need none."""
         return {}
 
     @abstractmethod
     def alarm(self, history: History) -> Alarm | None:
-        """None: nothing is the matter, or it cannot be told."""
+        """None: no problem, or too little data to tell."""
         raise NotImplementedError
 
     def remedies(self, stage: RecipeStage) -> Iterator[RecipeStage]:
-        """Recipes that apply the remedy, the best first; the first that can be carried out is written down."""
+        """Recipes that apply the remedy, best first. The first valid one is written to a file."""
         return iter(())
 
 
@@ -79,7 +79,7 @@ AnyMonitor = Annotated[Monitor, Family("monitor")]
 
 
 class Monitors(BaseModel):
-    """What is watched while a stage trains."""
+    """Which monitors watch a stage, and what an alarm does."""
 
     model_config = SETTINGS
     action: Literal["warn", "stop", "off"] = Field(
@@ -110,7 +110,7 @@ class Monitors(BaseModel):
         return self
 
     def completed(self) -> Monitors:
-        """With the usual ones, so that `resolved.yaml` names all that was watched."""
+        """Adds the default monitors, so that `resolved.yaml` names all of them."""
         if self.action == "off":
             return self
         named = {*self.ignore, *(monitor.name for monitor in self.watch)}
@@ -122,32 +122,33 @@ class Monitors(BaseModel):
 
 
 def usual_monitors() -> list[str]:
-    """Those that watch without being asked."""
+    """Monitors that are on by default."""
     found = {name: registry.find("monitor", name) for name in registry.names("monitor")}
     return [name for name, kind in found.items() if issubclass(kind, Monitor) and kind.usual]
 
 
-# What a stage's metrics have said so far: all that a monitor decides by. It is the same, line by line, after a resume.
+# --- History: the metrics of a stage so far ---
+# Monitors decide by this alone. It is the same, line by line, after a resume.
 
 
 FIRST = 64  # values of a metric kept from the beginning of a stage
-RECENT = 128  # and from its end: values, not steps, since probes and evaluations come every so many steps alone
-MOSTLY_CUT = 0.5  # share of answers cut off at max_new_tokens, above which rewards say nothing about the student
+RECENT = 128  # newest values kept (values, not steps: probes and evaluations do not come every step)
+MOSTLY_CUT = 0.5  # share of answers cut off at max_new_tokens above which rewards do not describe the student
 DOMAINS = "eval/"
-ESTIMATES = {"entropy": "entropy_sampled"}  # of metrics that some steps lack; older runs wrote both as `entropy`
+ESTIMATES = {"entropy": "entropy_sampled"}  # stand-ins for missing metrics; older runs wrote both as `entropy`
 KEPT = {"stderr": "eval_stderr/", "at_k": "eval_k/", "at_k_stderr": "eval_k_stderr/"}
 
 
 @dataclass(frozen=True)
 class Evaluated:
-    """One evaluation: pass@1 by domain, and where it is known its standard error, pass@k and that one's."""
+    """One evaluation: pass@1 by domain and, if known, its standard error, pass@k and the standard error of pass@k."""
 
     step: int
     value: Mapping[str, float]
     stderr: Mapping[str, float] = field(default_factory=dict)
     at_k: Mapping[str, float] = field(default_factory=dict)
     at_k_stderr: Mapping[str, float] = field(default_factory=dict)
-    kl: float | None = None  # to the teachers, on average since the evaluation before
+    kl: float | None = None  # mean KL to the teachers since the previous evaluation
 
     @property
     def mean(self) -> float:
@@ -161,16 +162,16 @@ class Evaluated:
 
 @dataclass(frozen=True)
 class StageFacts:
-    """What a monitor has to know of the recipe."""
+    """What monitors need to know about the recipe."""
 
-    self_taught: bool = False  # its teachers are the student itself, and nobody else
+    self_taught: bool = False  # the student itself is the only teacher
     instructed: bool = False  # a teacher reads an instruction, such as to be brief
-    followed_within: int | None = None  # steps after which a teacher may have become the student; None: none ever does
+    followed_within: int | None = None  # steps after which a teacher may equal the student; None: never
     before: Callable[[], Evaluated | None] = lambda: None  # the evaluation before the first step
 
 
 class History:
-    """Metrics of the stage at work, oldest first."""
+    """Metrics of the current stage, oldest first."""
 
     def __init__(self, facts: StageFacts | None = None) -> None:
         self.facts = facts or StageFacts()
@@ -182,7 +183,7 @@ class History:
         self._divergences: list[float] = []  # since the newest evaluation
 
     def add(self, line: Mapping[str, Any]) -> None:
-        """The line of a step, as metrics.jsonl has it. Where it lacks a metric, an estimate of that stands in."""
+        """Adds one line of metrics.jsonl. Missing metrics are replaced by their estimates."""
         self.step = int(line["step"])
         for name, value in with_estimates(line).items():
             if is_number(value):
@@ -199,55 +200,56 @@ class History:
             self._divergences = []
 
     def first(self, name: str, count: int) -> list[float]:
-        """The values that the metric began with; nothing while there are fewer."""
+        """The first `count` values of a metric; empty if there are fewer."""
         found = self._first.get(name, ())[:count]
         return list(found) if len(found) == count else []
 
     def last(self, name: str, count: int, skip: int = 0) -> list[float]:
-        """Its newest values, without the `skip` very newest; nothing while there are fewer."""
+        """The newest `count` values before the `skip` newest ones; empty if there are fewer."""
         known = self.recent(name)
         known = known[: len(known) - skip]
         return known[-count:] if len(known) >= count else []
 
     def apart(self, name: str, count: int) -> tuple[list[float], list[float]] | None:
-        """The first values and the newest, where they do not overlap."""
+        """The first and the newest `count` values; None while they overlap."""
         first, last = self.first(name, count), self.last(name, count)
         return (first, last) if first and last and self._seen[name] >= 2 * count else None
 
     def answers_cut(self, count: int) -> bool:
-        """Whether most answers of the first steps were cut off: nobody knows then whether they would have been right."""
+        """Whether most answers of the first steps were cut off, so that their correctness is unknown."""
         return mean(self.first("truncated", count)) > MOSTLY_CUT
 
     def rewards_apart(self, count: int) -> tuple[list[float], list[float]] | None:
-        """The first rewards and the newest, as `apart`; None also where most answers were cut off from the start."""
+        """As `apart` for rewards; None also if most answers were cut off from the start."""
         return None if self.answers_cut(count) else self.apart("reward", count)
 
     def recent(self, name: str) -> list[float]:
-        """All its values that are kept."""
+        """All newest values that are kept."""
         return list(self._recent.get(name, ()))
 
     @property
     def evaluations(self) -> list[Evaluated]:
-        """With the one before training, if there was any."""
+        """Includes the evaluation before training, if there was one."""
         before = self.facts.before()
         return [*([before] if before is not None else []), *self._evaluations]
 
     def score_rose(self, errors: float, since: int = 0) -> bool:
-        """Whether the newest held-out score, if it is not older than `since`, is so many standard errors above the first one."""
+        """Whether the newest held-out score is over `errors` standard errors above the first. False if older than step `since`."""
         found = self.evaluations
         if len(found) < 2 or found[-1].step < since:
             return False
         return found[-1].mean > found[0].mean + errors * _error_of_difference(found[0], found[-1])
 
     def score_fell(self, errors: float) -> bool:
-        """Whether it is as far below. Never where the standard error is unknown."""
+        """Whether the newest score is as far below the first. False if the standard error is unknown."""
         found = self.evaluations
         error = _error_of_difference(found[0], found[-1]) if len(found) > 1 else 0.0
         return error > 0 and found[-1].mean < found[0].mean - errors * error
 
 
 def with_estimates(line: Mapping[str, Any]) -> dict[str, Any]:
-    """
+    """Replaces missing metrics by their estimates.
+
     >>> with_estimates({"entropy": None, "entropy_sampled": 0.3})
     {'entropy': 0.3, 'entropy_sampled': 0.3}
     """
@@ -271,13 +273,13 @@ def median(values: Sequence[float]) -> float:
 
 
 def standard_error(values: Sequence[float]) -> float:
-    """Of the mean."""
+    """Standard error of the mean."""
     centre, count = mean(values), len(values)
     return math.sqrt(sum((value - centre) ** 2 for value in values) / (count - 1) / count) if count > 1 else 0.0
 
 
 def slope(values: Sequence[float]) -> float:
-    """Of the line through them by least squares, per step."""
+    """Slope per step of the least-squares line."""
     centre, middle = mean(values), (len(values) - 1) / 2
     spread = sum((number - middle) ** 2 for number in range(len(values)))
     return sum((number - middle) * (value - centre) for number, value in enumerate(values)) / spread if spread else 0.0
@@ -291,13 +293,14 @@ def _by_domain(line: Mapping[str, Any], prefix: str) -> dict[str, float]:
     return {key[len(prefix) :]: value for key, value in line.items() if key.startswith(prefix) and is_number(value)}
 
 
-# Changes that remedies make to a stage as `resolved.yaml` has it. Each returns a copy, or None where it changes nothing.
+# --- Changes that remedies make to a stage ---
+# Each returns a copy of the stage, or None if nothing changes.
 
 
 DIVERGENCE_KEYS = ("divergence", "alpha", "beta")
 SUPPORT_KEYS = ("support", "k", "side", "closure")
 SAMPLED_KEYS = ("advantage", "surrogate", "correction", *DIVERGENCE_KEYS)
-Change = Callable[[dict[str, Any]], dict[str, Any] | None]  # of a term; None: it stays as it is
+Change = Callable[[dict[str, Any]], dict[str, Any] | None]  # of a term or teacher; None: unchanged
 
 
 def with_terms(stage: RecipeStage, change: Change) -> RecipeStage | None:
@@ -329,7 +332,7 @@ def without(term: dict[str, Any], *keys: str) -> dict[str, Any]:
 
 
 def other_divergence(kind: str, **settings: Any) -> Change:
-    """Direct terms get this divergence, and those that go by sampled tokens become direct ones."""
+    """Direct terms get this divergence. Terms on sampled tokens become direct."""
 
     def change(term: dict[str, Any]) -> dict[str, Any] | None:
         if term["form"] == "direct" and term["divergence"] != kind:
@@ -340,19 +343,19 @@ def other_divergence(kind: str, **settings: Any) -> Change:
 
 
 def goes_by_teacher(term: dict[str, Any]) -> bool:
-    """Whether it goes by what a teacher says of sampled tokens."""
+    """Whether the term uses the teacher's log-probs of sampled tokens."""
     return term["form"] == "k2" or (
         term["form"] == "policy_gradient" and bool(term["advantage"].get("teacher_weight", 1))
     )
 
 
 def direct(term: dict[str, Any]) -> dict[str, Any]:
-    """A term of sampled tokens, computed exactly instead."""
+    """Turns a term on sampled tokens into one computed exactly."""
     return {**without(term, *SAMPLED_KEYS), "form": "direct"}
 
 
 def gated(gate: str) -> Change:
-    """With one gate more."""
+    """Adds a gate to each term."""
 
     def change(term: dict[str, Any]) -> dict[str, Any] | None:
         kinds = [one["kind"] for one in term["gate"]]
@@ -367,7 +370,7 @@ def slower(stage: RecipeStage) -> RecipeStage | None:
 
 
 def frozen(kind: dict[str, Any], start: dict[str, Any]) -> dict[str, Any]:
-    """A teacher that is the student at the start of its stage, or a mixture of such, where the stage is to start elsewhere: `start` is its model."""
+    """Replaces teachers that are the student at the start of the stage (parts of mixtures included) by the frozen model `start`."""
     if kind["kind"] in ("self", "base"):
         return {**kind, "kind": "frozen", **start}
     inner: dict[str, Any] = {key: frozen(kind[key], start) for key in ("toward", "away") if key in kind}
@@ -377,7 +380,7 @@ def frozen(kind: dict[str, Any], start: dict[str, Any]) -> dict[str, Any]:
 
 
 def differences(before: Any, after: Any, place: str = "") -> Iterator[str]:
-    """What has changed, key by key.
+    """The changes, key by key.
 
     >>> list(differences({"train": {"lr": 0.3, "clip": 1.0}}, {"train": {"lr": 0.3 / 3}, "teachers": {"b": "x"}}))
     ['train.lr: 0.3 → 0.1', 'train.clip: dropped', 'teachers: {"b": "x"}']

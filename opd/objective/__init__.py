@@ -1,1 +1,1 @@
-"""What is minimised: the forms of a term, gates, advantages, surrogates, corrections, weights and denominators."""
+"""The training objective: forms of a term, gates, advantages, surrogates, corrections, weights and denominators."""

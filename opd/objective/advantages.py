@@ -1,4 +1,4 @@
-"""Advantages: what one sampled token, or one whole answer, is worth. They add up; numpy, since none is differentiated.
+"""Advantages: the worth of a sampled token or a whole answer. They are summed, in numpy, because none needs gradients.
 
     A = outcome_weight * A_outcome + teacher_weight * A_teacher - reference_weight * (log student - log reference)
 
@@ -49,14 +49,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class SampledTokens:
-    """Rollouts whose tokens are to be weighed, with the student's untempered log-probs of them."""
+    """Rollouts that need advantages, with the student's untempered log-probs of their tokens."""
 
     term: PolicyGradient
     prepared: PreparedTerm
     rollouts: Sequence[Rollout]
     student: Sequence[np.ndarray]  # (T,) per rollout
     exact_kl: Sequence[np.ndarray] | None = (
-        None  # (T,) KL(student || teacher) at the position, if an advantage needs it
+        None  # (T,) KL(student || teacher) at each position, if an advantage needs it
     )
 
     @property
@@ -65,16 +65,16 @@ class SampledTokens:
 
     @property
     def counted(self) -> list[np.ndarray]:
-        """(T,) bool per rollout: tokens that gates leave something of."""
+        """(T,) bool per rollout: tokens with a nonzero gate factor."""
         return [self.prepared.factor[rollout.id] != 0 for rollout in self.rollouts]
 
 
 @dataclass(frozen=True)
 class AdvantageEstimate:
-    """Of every response token, by rollout id; 0 at tokens that the student did not write."""
+    """Advantages and returns of every response token, by rollout id; 0 at tokens that the student did not write."""
 
     advantages: ByRollout
-    returns: ByRollout  # what values should be
+    returns: ByRollout  # targets of the values
 
 
 class AdvantagePart(Choice):
@@ -87,22 +87,22 @@ class AdvantagePart(Choice):
 
     @property
     def acts(self) -> bool:
-        """Whether there is anything to add."""
+        """Whether the part adds anything."""
         return True
 
     @property
     def of_teacher(self) -> bool:
-        """Whether it is formed from the teacher's log-probs and the term's divergence."""
+        """Whether it uses the teacher's log-probs and the term's divergence."""
         return False
 
     @property
     def of_student(self) -> bool:
-        """Whether it compares with the student's log-probs."""
+        """Whether it uses the student's log-probs."""
         return False
 
     @property
     def needs_batch(self) -> bool:
-        """Whether `prepare` reads log-probs, so that those of the whole batch have to be known before it is cut up."""
+        """Whether `prepare` needs the log-probs of the whole batch before it is split into micro-batches."""
         return False
 
     @property
@@ -112,7 +112,7 @@ class AdvantagePart(Choice):
 
     @property
     def for_reverse_kl(self) -> bool:
-        """Whether it is defined for the term's divergence reverse_kl alone."""
+        """Whether it is defined only for the divergence reverse_kl."""
         return False
 
     def leaves_out(self, batch: Batch) -> set[str]:
@@ -121,7 +121,7 @@ class AdvantagePart(Choice):
 
     @property
     def values_of(self) -> str | None:
-        """Name of the module whose values it compares returns with, if it does: then it has `estimate`."""
+        """Name of the value module that it compares returns with, if any. Such a part implements `estimate`."""
         return None
 
     def estimate(self, batch: Batch) -> AdvantageEstimate:
@@ -129,7 +129,7 @@ class AdvantagePart(Choice):
         raise NotImplementedError
 
     def prepare(self, tokens: SampledTokens) -> Any:
-        """What has to see the whole batch before it is cut up; handed back to `values`."""
+        """Compute what needs the whole batch before it is split. The result is passed to `values`."""
         return None
 
     @abstractmethod
@@ -142,7 +142,7 @@ AnyAdvantage = Annotated[AdvantagePart, Family("advantage")]
 
 
 class OutcomeAdvantage(AdvantagePart):
-    """The reward of the whole answer, compared with others."""
+    """The reward of the whole answer, minus a baseline."""
 
     name = "outcome"
     outcome_weight: float = Field(0.0, ge=0)
@@ -192,10 +192,10 @@ class OutcomeAdvantage(AdvantagePart):
         return {rollout.id for rollout in batch.rollouts if rollout.stop == "length" and self.overlong == "mask"}
 
     def prepare(self, tokens: SampledTokens) -> dict[str, float]:
-        """Rollout id -> outcome advantage, 0 where nobody was asked."""
+        """Rollout id -> outcome advantage; 0 if there is no reward."""
         rollouts, batch, left_out = tokens.rollouts, tokens.batch, self.leaves_out(tokens.batch)
         rewards: list[float | None] = []
-        for rollout in rollouts:  # answers somebody else wrote enter no baseline
+        for rollout in rollouts:  # answers by other authors are left out of the baseline
             counts = tokens.prepared.eligible[rollout.id].any() and rollout.id not in left_out
             reward = batch.rewards.get(rollout.id) if counts else None
             if reward is not None and self.overlong == "penalise":
@@ -214,7 +214,7 @@ class OutcomeAdvantage(AdvantagePart):
 
 
 class TeacherAdvantage(AdvantagePart):
-    """The teacher's log-ratio, or that of another divergence, at the sampled token."""
+    """The teacher's log-ratio at the sampled token, or the advantage of another divergence."""
 
     name = "teacher"
     teacher_weight: float = Field(1.0, ge=0)
@@ -288,7 +288,7 @@ class TeacherAdvantage(AdvantagePart):
         return weighed
 
     def _shaped(self, tokens: SampledTokens) -> list[np.ndarray]:
-        """Each rollout's log-ratios, extrapolated, clipped and summed up as asked for."""
+        """Each rollout's log-ratios, extrapolated, clipped and summed into returns, according to the settings."""
         rollouts, batch = tokens.rollouts, tokens.batch
         teachers, signals = batch.logprobs(tokens.term.role, rollouts), batch.signals[tokens.term.role, "logprobs_at"]
         students = [
@@ -318,7 +318,7 @@ class TeacherAdvantage(AdvantagePart):
             value = tokens.term.divergence.advantage(*both).numpy()
         if self.clip is not None:
             value = value.clip(-self.clip, self.clip)
-        if self.discount:  # over the tokens that count, one behind the other
+        if self.discount:  # over the counted tokens, in order
             value = value.copy()
             value[counted] = returns(
                 value[counted], self.discount, length_normalised=self.length_normalised, future_only=self.future_only
@@ -327,7 +327,7 @@ class TeacherAdvantage(AdvantagePart):
 
 
 class ReferenceAdvantage(AdvantagePart):
-    """KL penalty towards the role `reference`, as part of the advantage."""
+    """Adds a KL penalty towards the role `reference` to the advantage."""
 
     name = "reference"
     reference_weight: float = Field(
@@ -353,15 +353,15 @@ class ReferenceAdvantage(AdvantagePart):
         ]
 
 
-# The advantage of a policy-gradient term: a sum of parts, which a recipe writes side by side under `advantage`.
+# --- The advantage of a policy-gradient term: a sum of parts ---
 
 
 ALSO = SHORT_FORMS["objective.advantage.also"]
-FLAT = ("outcome", "teacher", "reference")  # parts whose settings stand directly under `advantage`; added in this order
+FLAT = ("outcome", "teacher", "reference")  # parts with settings directly under `advantage`; added in this order
 
 
 class Advantage(BaseModel):
-    """The sum of its parts. Under `advantage` a recipe writes the settings of all parts side by side."""
+    """The sum of its parts. A recipe lists the settings of all parts under `advantage`."""
 
     model_config = SETTINGS
     student: Literal["behaviour", "proximal", "current"] = Field(
@@ -400,7 +400,7 @@ class Advantage(BaseModel):
 
     @model_serializer(mode="wrap")
     def _flat(self, handler: SerializerFunctionWrapHandler, info: SerializationInfo) -> dict[str, Any]:
-        """As a recipe writes it."""
+        """The flat form used in recipes."""
         values: dict[str, Any] = {"student": self.student}
         left = list(self.parts)
         for name in FLAT:
@@ -443,7 +443,7 @@ class Advantage(BaseModel):
         return [part.prepare(tokens) for part in self.parts]
 
     def values(self, tokens: SampledTokens, prepared: Sequence[Any]) -> list[np.ndarray]:
-        """(T,) per rollout: the one place where a token's advantage is formed."""
+        """(T,) per rollout. Token advantages are computed only here."""
         total = [np.zeros(rollout.response_ids.size) for rollout in tokens.rollouts]
         for part, state in zip(self.parts, prepared, strict=True):
             values = part.values(tokens, state)
@@ -452,7 +452,7 @@ class Advantage(BaseModel):
         return total
 
 
-# The verifier says in which direction, the teacher only how far: an outcome advantage, weighed token by token (RLSD).
+# --- RLSD: the verifier sets the sign of the advantage, the teacher only its size per token ---
 
 
 class MagnitudeAdvantage(OutcomeAdvantage):
@@ -483,7 +483,7 @@ class MagnitudeAdvantage(OutcomeAdvantage):
         return super().needs(role) | Needs(signals=((role, "logprobs_at"),))
 
     def share_at(self, step: int) -> float:
-        """Steps count from 1: the last step of the warm-up has all of it, the last of the decay none."""
+        """Share at a step, counted from 1. The last warm-up step has the full share, the last decay step has 0."""
         if step <= self.warmup:
             return self.share * step / self.warmup
         if not self.decay:
@@ -504,22 +504,22 @@ class MagnitudeAdvantage(OutcomeAdvantage):
         ]
 
 
-# The arithmetic of advantages: plain functions of arrays.
+# --- The arithmetic of advantages ---
 #
 # Axis legend: T = tokens of one response, B = rollouts of the batch.
 
 
 Baseline = Literal["group", "leave_one_out", "batch", "none"]
-STD_FLOOR = 1e-4  # added to a group's standard deviation, as GRPO's implementations do
+STD_FLOOR = 1e-4  # added to a group's standard deviation, as in GRPO implementations
 
 
 def outcome_advantages(
     rewards: Sequence[float | None], groups: Sequence[str], baseline: Baseline = "group", std: bool = False
 ) -> np.ndarray:
-    """(B,) reward minus baseline; NaN where there is no reward, which then enters no baseline either.
+    """(B,) reward minus baseline; NaN for a missing reward, which is left out of the baseline.
 
     group           minus the mean of the group: GRPO, with `std` divided by its standard deviation
-    leave_one_out   minus the mean of the others of the group: RLOO
+    leave_one_out   minus the mean of the other samples of the group: RLOO
     batch           minus the mean of the batch: the plain baseline for one sample per prompt
     none            the reward itself
 
@@ -537,7 +537,7 @@ def outcome_advantages(
         values = reward_B[members]
         if baseline == "none":
             centred = values
-        elif baseline == "leave_one_out":  # alone in its group, a sample has nothing to be compared with
+        elif baseline == "leave_one_out":  # a sample alone in its group has no baseline
             centred = (values - values.mean()) * (values.size / (values.size - 1)) if values.size > 1 else 0 * values
         else:
             centred = values - values.mean()
@@ -550,7 +550,7 @@ def outcome_advantages(
 def extrapolated(teacher_T: np.ndarray, student_T: np.ndarray, reference_T: np.ndarray, factor: float) -> np.ndarray:
     """G-OPD: factor * (log teacher - log reference) - (log student - log reference).
 
-    A factor of 1 is plain OPD, since the reference cancels; above 1 the target lies past the teacher (ExOPD).
+    A factor of 1 is plain OPD, because the reference cancels; above 1 the target is beyond the teacher (ExOPD).
     """
     return (teacher_T - student_T) + (factor - 1) * (teacher_T - reference_T)
 
@@ -560,9 +560,9 @@ def returns(
 ) -> np.ndarray:
     """Discounted sums of this and all later tokens' values: R_t = sum over i >= t of discount^(i-t) * value_i.
 
-    `future_only` starts them at t + 1, for when the token's here part is trained directly (MiniLLM's single-step
-    decomposition). `length_normalised` divides by the number of tokens summed over, so that long answers are not
-    worth more or less for their length (MiniLLM again).
+    `future_only` starts the sums at t + 1, for when the token's own part is trained directly (MiniLLM's single-step
+    decomposition). `length_normalised` divides by the number of summed tokens, so that returns do not depend on the
+    answer's length (also MiniLLM).
 
     >>> returns(np.array([1.0, 2.0, 4.0]), 0.5).tolist()
     [3.0, 4.0, 4.0]
@@ -582,13 +582,13 @@ def returns(
 
 
 def moments(values: Sequence[np.ndarray], masks: Sequence[np.ndarray]) -> tuple[float, float] | None:
-    """Mean and standard deviation over all tokens that count; None if there are too few."""
+    """Mean and standard deviation over all counted tokens; None if there are fewer than two."""
     every = np.concatenate([value[mask] for value, mask in zip(values, masks, strict=True)])
     return (every.mean(), every.std()) if every.size >= 2 else None
 
 
 def whitened_by(values: Sequence[np.ndarray], scale: tuple[float, float] | None) -> list[np.ndarray]:
-    """Mean 0 and variance 1 over the tokens that `moments` counted."""
+    """Values scaled to mean 0 and variance 1 over the tokens that `moments` counted."""
     if scale is None:
         return [np.zeros_like(value) for value in values]
     mean, std = scale
@@ -598,7 +598,7 @@ def whitened_by(values: Sequence[np.ndarray], scale: tuple[float, float] | None)
 def weighed_by_teacher(outcome_T: np.ndarray, log_ratio_T: np.ndarray, share: float, band: float) -> np.ndarray:
     """RLSD: A * ((1 - share) + share * clip(exp(sign(A) * log_ratio), 1 - band, 1 + band)); log_ratio = log T - log S.
 
-    Clipped before the exponential, so that no log-ratio overflows it.
+    The log-ratio is clipped before the exponential, so the exponential cannot overflow.
 
     >>> weighed_by_teacher(np.array([2.0, -2.0, 0.0]), np.full(3, 9.0), 0.5, 0.2).round(6).tolist()
     [2.2, -1.8, 0.0]
@@ -609,7 +609,7 @@ def weighed_by_teacher(outcome_T: np.ndarray, log_ratio_T: np.ndarray, share: fl
 
 
 def overlong_penalty(length: int, limit: int, buffer: int) -> float:
-    """0 up to `buffer` tokens before the limit, then a straight line down to -1 at the limit (DAPO's soft punishment).
+    """0 until `buffer` tokens before the limit, then linear down to -1 at the limit (DAPO's soft punishment).
 
     >>> [overlong_penalty(length, 100, 20) for length in (50, 80, 90, 100)]
     [0.0, 0.0, -0.5, -1.0]

@@ -1,4 +1,4 @@
-"""A batch to train on and what is known about it: rollouts, rewards, signals, the student's first pass."""
+"""A training batch: rollouts, rewards, signals, and the student's first pass."""
 
 from __future__ import annotations
 
@@ -12,34 +12,34 @@ from opd.common.errors import TrainingError
 from opd.records import Prompt, Rollout, Signal, SignalKind
 
 Signals = Mapping[tuple[str, SignalKind], Mapping[str, Signal]]  # (role, kind) -> rollout id -> signal
-RewardsById = Mapping[str, float | None]  # rollout id -> reward; None: it could not be given; absent: nobody was asked
+RewardsById = Mapping[str, float | None]  # rollout id -> reward; None: the reward failed; absent: none was requested
 ByRollout = dict[str, np.ndarray]  # rollout id -> (T,)
 
 
 @dataclass
 class FirstPass:
-    """What the student said of each token at the start of this batch's updates; filled as far as a term needs it."""
+    """The student's values for each token before this batch's updates. Only what terms need is filled in."""
 
     proximal: ByRollout = field(default_factory=dict)  # log-prob, under the transform that ratios use
     logprob: ByRollout = field(default_factory=dict)  # log-prob, untempered
     entropy: ByRollout = field(default_factory=dict)
-    reverse_kl: dict[str, ByRollout] = field(default_factory=dict)  # by role, like those below
+    reverse_kl: dict[str, ByRollout] = field(default_factory=dict)  # by role, like the next two
     teacher_entropy: dict[str, ByRollout] = field(default_factory=dict)
     accepted: dict[tuple[str, int], ByRollout] = field(
         default_factory=dict
     )  # by role and k: argmax in the teacher's top k
-    modules: dict[str, ByRollout] = field(default_factory=dict)  # by name: what each module gave, (T,) or (T, K)
+    modules: dict[str, ByRollout] = field(default_factory=dict)  # by name: output of each module, (T,) or (T, K)
 
 
 @dataclass
 class Written:
-    """Rollouts in the store: their ids, and how many an earlier process had finished or begun."""
+    """Rollouts in the store: their ids, and how many an earlier process had finished or started."""
 
     ids: list[str] = field(default_factory=list)
     finished: int = 0
     continued: int = 0
     prompts: int = 0
-    unshown: int = 0  # of these, those for which a view had nothing to show: they were answered plainly
+    unshown: int = 0  # of these, rollouts without anything to show in a view; they used the plain prompt
 
     @property
     def taken_up(self) -> bool:
@@ -47,49 +47,52 @@ class Written:
         return bool(self.finished or self.continued)
 
     def add(self, other: Written) -> None:
-        """Count what was written for the same batch later on."""
+        """Add rollouts written later for the same batch."""
         self.finished += other.finished
         self.continued += other.continued
 
 
 @dataclass(repr=False)
 class Batch:
-    """The rollouts of one step and what is known of them. It travels from sampling to the update, and every part adds to it.
+    """The rollouts of one step and their data. Each stage from sampling to the update adds to it.
 
-    To train on scored rollouts of your own, `Batch(rollouts, signals, rewards)` is enough.
+    To train on your own scored rollouts, `Batch(rollouts, signals, rewards)` is enough.
     """
 
     rollouts: Sequence[Rollout]
     signals: Signals = field(default_factory=dict)  # from teachers, by role and kind
     rewards: RewardsById = field(default_factory=dict)
     first_pass: FirstPass = field(default_factory=FirstPass)
-    owners: Mapping[str, str] = field(default_factory=dict)  # rollout id -> its teacher: micro-batches hold one's
-    traced: frozenset[str] = frozenset()  # ids of rollouts to be written down token by token: see `trace_tokens`
+    owners: Mapping[str, str] = field(default_factory=dict)  # rollout id -> its teacher; a micro-batch has one teacher
+    traced: frozenset[str] = frozenset()  # ids of rollouts to trace token by token: see `trace_tokens`
     prompts: Mapping[str, Prompt] = field(default_factory=dict)  # by id
-    groups: Mapping[str, Any] = field(default_factory=dict)  # by name: what views may look at
+    groups: Mapping[str, Any] = field(default_factory=dict)  # by name: data available to views
     written: Written = field(default_factory=Written)
-    metrics: dict[str, float] = field(default_factory=dict)  # counts, and seconds of what ran alongside training
-    scored: bool = False  # teachers have been asked
+    metrics: dict[str, float] = field(default_factory=dict)  # counts, and seconds of work alongside training
+    scored: bool = False  # whether the teachers have scored it
 
     def __repr__(self) -> str:
         signals = ", ".join(f"{kind} of {role}" for role, kind in self.signals)
         return f"Batch({len(self.rollouts)} rollouts, {len(self.rewards)} rewards, signals: {signals or 'none'})"
 
     def seen(self, needs: Iterable[tuple[str, SignalKind]], rollout: Rollout) -> np.ndarray:
-        """(T,) bool: tokens of a rollout about which all of these signals that there are say something."""
+        """(T,) bool: tokens of a rollout covered by all of these signals that exist."""
         mask = np.ones(rollout.response_ids.size, dtype=bool)
         for need in (need for need in needs if need in self.signals):
             mask &= self.signals[need][rollout.id].mask
         return mask
 
     def logprobs(self, role: str, rollouts: Sequence[Rollout]) -> list[np.ndarray]:
-        """Of the response tokens, under the model of a role."""
+        """Log-probs of the response tokens under the model of a role."""
         signals = self.signals[role, "logprobs_at"]
         return [np.asarray(signals[rollout.id].values, dtype=np.float64) for rollout in rollouts]
 
 
 def beside(student: np.ndarray, signal: Signal) -> np.ndarray:
-    """The student's log-probs as the teacher's are: where it reads other tokens, those of a span divided over its tokens."""
+    """The student's log-probs in the layout of the teacher's.
+
+    If the teacher has another tokenizer, the log-prob of each span is divided over its tokens.
+    """
     if signal.crossed is None:
         return student
     found = student.copy()
@@ -103,7 +106,7 @@ def concatenated(rollouts: Sequence[Rollout], name: str) -> np.ndarray:
 
 
 def require_per_token(what: str, values: Any, rollouts: Sequence[Rollout]) -> None:
-    """Of choices from outside as well: one array per rollout, one number per response token."""
+    """Check that `values` has one array per rollout and one number per response token, also for custom choices."""
     fits = isinstance(values, Sequence) and len(values) == len(rollouts)
     if not fits or any(
         np.shape(value) != rollout.response_ids.shape for value, rollout in zip(values, rollouts, strict=True)

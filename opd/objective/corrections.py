@@ -1,9 +1,9 @@
 """Train/inference mismatch: weights from the ratio rho = trainer / sampler of each sampled token, all detached.
 
-A policy-gradient token is weighed by its own ratio, or by its sequence's. A direct loss at position t depends on the
-prefix alone, so there it is the ratio of the prefix, truncated; a token's own ratio would correct nothing.
+A policy-gradient token is weighed by its own ratio, or by its sequence's. A direct loss at position t depends only on
+the prefix, so it is weighed by the truncated ratio of the prefix; the token's own ratio would correct nothing.
 
-Axis legend: N = tokens; `segment_N` numbers the rollout each belongs to, in order.
+Axis legend: N = tokens; `segment_N` is the number of each token's rollout, in order.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ if TYPE_CHECKING:
 
 Kind = Literal["icepop", "tis", "mis", "none"]
 Level = Literal["token", "sequence", "geometric"]
-LOG_LIMIT = 20.0  # beyond e^20 a ratio is numerical debris
+LOG_LIMIT = 20.0  # a ratio above e^20 is numerical noise
 
 
 class Correction(Choice):
-    """What is done about the gap between the trainer's log-probs and those the sampler computed (or stale weights)."""
+    """Corrects for the gap between the trainer's log-probs and the sampler's (including stale weights)."""
 
     family = "correction"
-    weighs_by: ClassVar[Literal["token", "prefix", "nothing"]] = "token"  # whose ratio is the weight
+    weighs_by: ClassVar[Literal["token", "prefix", "nothing"]] = "token"  # which ratio is the weight
     veto: float | None = Field(
         None, gt=0, lt=1, description="drop the whole rollout if one token's ratio is below this"
     )
@@ -40,13 +40,13 @@ class Correction(Choice):
         raise NotImplementedError
 
     def bites(self, weight_N: Tensor) -> Tensor:
-        """(N,) bool: tokens that are masked or cut off, for the metrics."""
+        """(N,) bool: tokens that are masked or truncated, for the metrics."""
         return weight_N == 0
 
     def apply(self, log_ratio_N: Tensor, segment_N: Tensor, *, included: bool = False) -> tuple[Tensor, Tensor]:
-        """(weights, where they bite). Masked tokens keep their place in the denominator.
+        """(weights, where they mask or truncate). Masked tokens stay in the denominator.
 
-        `included`: the surrogate's own ratio is rho already, so what is still missing is w(rho) / rho.
+        `included`: the surrogate already multiplies by rho, so the remaining weight is w(rho) / rho.
         """
         weight = self.weight(log_ratio_N, segment_N)
         bites = self.bites(weight)
@@ -79,7 +79,7 @@ class IcePop(Correction):
 
 
 class MIS(IcePop):
-    """IcePop's rule, rejecting by the ratio of the token, of the sequence (product) or its geometric mean."""
+    """IcePop's rule on the ratio of the token, of the sequence (product), or its geometric mean."""
 
     name = "mis"
     level: Level = Field("token", description="of tis and mis: which ratio is compared")
@@ -89,7 +89,7 @@ class MIS(IcePop):
 
 
 class TIS(Correction):
-    """min(rho, high): truncated importance sampling; biased, and never 0."""
+    """min(rho, high): truncated importance sampling; biased, never 0."""
 
     name = "tis"
     level: Level = Field("token", description="of tis and mis: which ratio is compared")
@@ -140,7 +140,7 @@ class VetoOnly(Correction):
         return correction_weight("none", log_ratio_N, segment_N)
 
 
-# The arithmetic
+# --- The arithmetic of corrections ---
 
 
 def correction_weight(
@@ -152,11 +152,11 @@ def correction_weight(
     high: float = 2.0,
     level: Level = "token",
 ) -> Tensor:
-    """(N,) the weight w(rho) a token's policy gradient gets.
+    """(N,) weights w(rho) of the tokens' policy gradient.
 
-    tis      min(rho, high): truncated importance sampling; biased, and never 0
+    tis      min(rho, high): truncated importance sampling; biased, never 0
     icepop   rho inside [low, high], 0 outside: the token is masked
-    mis      the same rule, rejecting by the ratio of `level`: token, sequence (product), geometric (mean)
+    mis      the same rule on the ratio of `level`: token, sequence (product), geometric (mean)
     """
     import torch
 
@@ -178,7 +178,7 @@ def prefix_weight(log_ratio_N: Tensor, segment_N: Tensor, high: float) -> Tensor
 
 
 def veto_weight(log_ratio_N: Tensor, segment_N: Tensor, veto: float) -> Tensor:
-    """(N,) 0 for every token of a rollout in which one token's ratio is below `veto`, else 1."""
+    """(N,) 0 for every token of a rollout with any token's ratio below `veto`, else 1."""
     bad_N = (log_ratio_N.detach() < math.log(veto)).to(log_ratio_N.dtype)
     return (segment_sum(bad_N, segment_N) == 0).to(log_ratio_N.dtype)[segment_N]
 
@@ -202,7 +202,7 @@ def _sequence_ratio(log_ratio_N: Tensor, segment_N: Tensor, mean: bool) -> Tenso
 
 
 def _cumulative(values_N: Tensor, segment_N: Tensor) -> Tensor:
-    """Running sums that start anew with every segment."""
+    """Running sums that restart with every segment."""
     totals = segment_sum(values_N.double(), segment_N)
     before = totals.cumsum(0) - totals
     return (values_N.double().cumsum(0) - before[segment_N]).to(values_N.dtype)

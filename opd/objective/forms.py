@@ -1,4 +1,4 @@
-"""A divergence to the teacher, differentiated exactly, at every token of the chosen authors."""
+"""Forms of a term: direct divergence, k2, cross-entropy, and ULD and GOLD for teachers with another tokenizer."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ class Direct(CorrectedTerm):
     def _untempered(
         self, micro: MicroBatch, known: RowStatistics, student: Projection, teacher: Source | TopK, tokens: Tensor
     ) -> RowStatistics:
-        """Statistics at temperature 1, for which a tempered divergence needs another pass."""
+        """Statistics at temperature 1. A tempered divergence needs another pass for them."""
         from opd.divergences import TopK, divergence, statistics
 
         if self.temperature == 1.0:
@@ -138,7 +138,7 @@ class Direct(CorrectedTerm):
             micro.note_mismatch(rows, statistics.logprob)
 
     def _corrected(self, prepared: PreparedTerm, micro: MicroBatch, weight_N: np.ndarray) -> np.ndarray:
-        """A direct loss at t depends on the tokens before t alone, so their ratios, truncated, are its correction."""
+        """Weights times the correction. A direct loss at t depends only on the tokens before t, hence on their ratios."""
         import torch
 
         assert self.correction is not None
@@ -150,11 +150,11 @@ class Direct(CorrectedTerm):
         return (weight_N * factor.cpu().numpy()).astype(np.float32)
 
 
-# Losses of single tokens that are differentiated directly: k2 and cross-entropy.
+# --- Losses of the sampled token: k2 and cross-entropy ---
 
 
 class K2(CorrectedTerm):
-    """(log student - log teacher)^2 / 2: on samples of the student, reverse KL's gradient (KDRL)."""
+    """(log student - log teacher)^2 / 2. On samples of the student its gradient is reverse KL's (KDRL)."""
 
     name = "k2"
     usual_authors = ("student",)
@@ -189,7 +189,7 @@ class K2(CorrectedTerm):
         import torch
 
         rows = np.flatnonzero(weight_N)
-        if self.correction is not None:  # rollouts are looked at whole, gated or not
+        if self.correction is not None:  # corrections need whole rollouts, including gated tokens
             rows = np.flatnonzero(np.concatenate([prepared.eligible[item.id] for item in micro.pack.rollouts]))
         teacher = micro.tensor(micro.teacher_logprobs(self.role, rows)).float()
         policy = micro.policy(rows)
@@ -209,7 +209,7 @@ def k2(current: Tensor, teacher: Tensor) -> Tensor:
 
 
 class CrossEntropy(Term):
-    """Negative log-likelihood."""
+    """Negative log-likelihood of the chosen authors' tokens."""
 
     name = "cross_entropy"
     usual_authors = ("data", "teacher")
@@ -219,23 +219,23 @@ class CrossEntropy(Term):
         return -(micro.policy(rows) * micro.tensor(weight_N[rows])).sum()
 
 
-# Terms for teachers with another tokenizer, which compare whole distributions at spans that both cut out of the text.
+# --- Teachers with another tokenizer: distributions compared at spans that both tokenizers share ---
 #
-# uld    the sorted probabilities of what may come next, whatever the tokens are called
-# gold   the events of a whole span: those with a token in both vocabularies one by one, the others sorted
+# uld    sorted next-token probabilities, regardless of which tokens they belong to
+# gold   the events of a whole span: tokens in both vocabularies are compared one by one, the others sorted
 #
-# With one tokenizer every token is a span: `gold` is the JSD, and `uld` is 0 where the two agree.
+# With one tokenizer every token is a span: `gold` is the JSD, and `uld` is 0 if the two agree.
 
 
 class CrossingHead(Protocol):
-    """A teacher with another tokenizer: its own stop ids, and which ids mean the same on both sides."""
+    """A teacher with another tokenizer: its stop ids, and the pairs of ids that mean the same on both sides."""
 
     stop_ids: tuple[int, ...]
     matched: tuple[np.ndarray, np.ndarray] | None
 
 
 class Event(NamedTuple):
-    """Tokens s0..s1 of a micro-batch, and rows t0..t1 of what a teacher said."""
+    """Tokens s0..s1 of a micro-batch, and rows t0..t1 of a teacher's signal."""
 
     s0: int
     s1: int
@@ -245,11 +245,11 @@ class Event(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class SpanEvents:
-    """All that one teacher scores in a micro-batch."""
+    """Everything that one teacher scores in a micro-batch."""
 
     spans: np.ndarray  # (M, 4)
-    weight: np.ndarray  # (M,), the sum over a span's tokens, which share the weight of one event
-    teacher: Any  # its head
+    weight: np.ndarray  # (M,) sum over a span's tokens, which share the weight of one event
+    teacher: Any  # the teacher's head
     hidden: Tensor  # (rows, D)
     ids: np.ndarray  # (rows,) tokens that the rows predict
     crossed: bool
@@ -283,7 +283,7 @@ def events_of(micro: MicroBatch, role: str, weight_N: np.ndarray) -> Iterator[Sp
 
 
 def _spans(signal: Signal, start: int, at: int) -> list[Event]:
-    """Token by token with one tokenizer; else as they were cut."""
+    """One span per token with a shared tokenizer; otherwise the aligned spans."""
     if signal.crossed is None:
         return [
             Event(start + place, start + place + 1, at + place, at + place + 1)
@@ -297,7 +297,7 @@ def _spans(signal: Signal, start: int, at: int) -> list[Event]:
 
 
 class CrossedTerm(Term):
-    """What both have in common."""
+    """Base class of ULD and GOLD."""
 
     crosses = frozenset({"hidden"})
 
@@ -305,7 +305,7 @@ class CrossedTerm(Term):
         return Needs(signals=((self.role, "hidden"),))
 
     def counts(self, prepared: PreparedTerm, rollouts: Sequence[Rollout]) -> list[np.ndarray]:
-        """A span is one event, and its tokens count for equal parts of it: `aggregate` takes means over spans."""
+        """A span is one event, split equally among its tokens, so `aggregate` takes means over spans."""
         signals = prepared.batch.signals[self.role, "hidden"]
         found = []
         for rollout in rollouts:
@@ -333,7 +333,7 @@ class CrossedTerm(Term):
         return micro.merge, ((tuple(events.teacher.stop_ids),) if events.crossed else micro.merge)
 
     def _sides(self, micro: MicroBatch, events: SpanEvents, column: int) -> tuple[Projection, Projection]:
-        """Both distributions at one token of every span: its first (0), or its last (1)."""
+        """Both distributions at one token of every span: the first (`column` 0) or the last (1)."""
         from opd.objective.micro import in_half
 
         first, last = (events.spans[:, 0], events.spans[:, 2]), (events.spans[:, 1] - 1, events.spans[:, 3] - 1)
@@ -344,7 +344,7 @@ class CrossedTerm(Term):
 
 
 class ULD(CrossedTerm):
-    """The distance of the sorted probabilities at the beginning of every span, where both have read the same text."""
+    """Distance between sorted probabilities at the start of every span, where both models have read the same text."""
 
     name = "uld"
     k: Positive | None = Field(None, description="of uld: the likeliest ids that are compared one by one; default: all")
@@ -362,7 +362,7 @@ class ULD(CrossedTerm):
 
 
 class GOLD(CrossedTerm):
-    """Of every span, the distribution at its last token times the probability of those before: the chain rule."""
+    """Compares spans: the distribution at a span's last token times the probability of the tokens before (chain rule)."""
 
     name = "gold"
     beta: Fraction = Field(0.5, description="of jsd: 0 is forward KL, 1 reverse KL")
@@ -391,7 +391,7 @@ class GOLD(CrossedTerm):
         return crossed_loss(student, teacher, micro.tensor(events.weight), one_by_one, merges, before)
 
     def _matched(self, micro: MicroBatch, events: SpanEvents) -> tuple[Tensor, Tensor] | None:
-        """Ids of common events; the stop is one."""
+        """Ids of the common events on both sides, including the stop event."""
         if not events.crossed:
             return None
         head: CrossingHead = events.teacher
@@ -401,7 +401,7 @@ class GOLD(CrossedTerm):
         return micro.tensor(pairs[0].astype(np.int64)), micro.tensor(pairs[1].astype(np.int64))
 
     def _before(self, micro: MicroBatch, events: SpanEvents, merges: tuple[Any, Any]) -> tuple[Tensor, Tensor]:
-        """(M,) log-probs of what each span holds before its last token, on both sides."""
+        """(M,) log-probs of each span's tokens before the last one, on both sides."""
         from opd.divergences import token_logprobs
 
         spans, count = events.spans, len(events.spans)

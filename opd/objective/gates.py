@@ -1,7 +1,7 @@
-"""Gates: which tokens count, and how much. Factors per token, formed over the whole batch before it is cut up.
+"""Gates: which tokens count, and how much. Factors per token, computed over the whole batch before it is split.
 
-A gate gives one (T,) array per rollout: 0 closes a token, other numbers weigh it, NaN means that nothing can be said.
-It sees only the tokens that the gates before it left open.
+A gate returns one (T,) array per rollout: 0 closes a token, other numbers weigh it, NaN means unknown. A gate sees
+only the tokens that earlier gates left open.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ Arrays = list[np.ndarray]
 
 @dataclass(frozen=True, eq=False)
 class GateView:
-    """What a gate goes by. Masks are (T,) bool, one per rollout of the batch."""
+    """Inputs of a gate. Masks are (T,) bool, one per rollout of the batch."""
 
     batch: Batch
-    role: str  # of the term: whose teacher is asked
+    role: str  # the term's role: which teacher's signals to use
     eligible: Sequence[np.ndarray]  # tokens of the authors that the term trains on
-    open: Sequence[np.ndarray]  # of those, what the gates before have left
+    open: Sequence[np.ndarray]  # eligible tokens that earlier gates left open
     seed: int
 
     @property
@@ -52,7 +52,7 @@ class GateView:
         return self.batch.logprobs(self.role, self.rollouts)
 
     def spread(self, values_B: np.ndarray) -> Arrays:
-        """One number per rollout, for each of its tokens."""
+        """Repeat each rollout's number over its tokens."""
         return [
             np.full(rollout.response_ids.size, value) for rollout, value in zip(self.rollouts, values_B, strict=True)
         ]
@@ -60,15 +60,15 @@ class GateView:
 
 class Gate(Choice):
     family = "gate"
-    weighs: ClassVar[bool] = False  # a weight of 0 is small and stays in the mean; a gate's 0 is shut
-    compares_samples: ClassVar[bool] = False  # of one prompt, so there must be several
+    weighs: ClassVar[bool] = False  # True: 0 is a small weight and stays in the mean; False: 0 closes the token
+    compares_samples: ClassVar[bool] = False  # compares samples of one prompt, so it needs several
 
     def needs(self, role: str = "teacher") -> Needs:
         return Needs()
 
     @property
     def by_student(self) -> bool:
-        """Whether it goes by the student's log-prob of what it sampled, which tokens of others do not have."""
+        """Whether it uses the student's log-prob of sampled tokens. Tokens by other authors have none."""
         return False
 
     @abstractmethod
@@ -90,7 +90,7 @@ AnyGate = Annotated[Gate, Family("gate")]
 
 
 class FinishedOnly(Gate):
-    """Rollouts that ended by themselves, not by the length limit."""
+    """Keeps rollouts that ended before the length limit."""
 
     name = "finished"
 
@@ -99,7 +99,7 @@ class FinishedOnly(Gate):
 
 
 class Entropy(Gate):
-    """TIP: the share of the batch's tokens at which the student is least sure."""
+    """TIP: keeps the share of the batch's tokens with the highest student entropy."""
 
     name = "entropy"
     share: float = Field(0.5, gt=0, le=1)
@@ -112,7 +112,7 @@ class Entropy(Gate):
 
 
 class SoftOr(Gate):
-    """TIP: the tokens with the largest h + d - h*d, with entropy h and reverse KL d scaled to [0, 1] over the batch."""
+    """TIP: keeps the tokens with the largest h + d - h*d; entropy h and reverse KL d are scaled to [0, 1] over the batch."""
 
     name = "soft_or"
     share: float = Field(0.5, gt=0, le=1)
@@ -128,7 +128,7 @@ class SoftOr(Gate):
 
 
 class Random(Gate):
-    """A share of tokens at random: the control at equal budget for every other gate."""
+    """Keeps a random share of tokens: the control at equal budget for every other gate."""
 
     name = "random"
     share: float = Field(0.5, gt=0, le=1)
@@ -139,7 +139,7 @@ class Random(Gate):
 
 
 class TeacherEntropy(Gate):
-    """By the teacher's confidence: its entropy, in nats, at the position."""
+    """Keeps tokens by the teacher's entropy at the position, in nats."""
 
     name = "teacher_entropy"
     below: float | None = Field(None, ge=0)
@@ -164,7 +164,7 @@ class TeacherEntropy(Gate):
 
 
 class SelectKD(Gate):
-    """SelecTKD: the student proposes, the teacher accepts. What it rejects counts `rejected`."""
+    """SelecTKD: the student proposes, the teacher accepts. Rejected tokens weigh `rejected`."""
 
     name = "selectkd"
     accept: Literal["greedy", "speculative"] = Field(
@@ -214,7 +214,7 @@ class SelectKD(Gate):
 
 
 class Perplexity(Gate):
-    """SCOPE: rollouts weigh perplexity^power, with mean 1 over those of their group that other gates let through."""
+    """SCOPE: weighs rollouts by perplexity^power, with mean 1 over the open rollouts of each group."""
 
     name = "perplexity"
     weighs = True
@@ -240,7 +240,7 @@ class Perplexity(Gate):
 
 
 class Turns(Gate):
-    """SOD: turn k weighs min((d_1 + eps) / (d_k + eps), 1 + delta), with d the mean |log student - log teacher|."""
+    """SOD: weighs turn k by min((d_1 + eps) / (d_k + eps), 1 + delta), with d the mean |log student - log teacher|."""
 
     name = "turns"
     weighs = True
@@ -269,11 +269,11 @@ class Turns(Gate):
         ]
 
 
-# The arithmetic: plain functions of arrays
+# --- The arithmetic of gates ---
 
 
 def top_share(values: Sequence[np.ndarray], masks: Sequence[np.ndarray], share: float) -> Arrays:
-    """1 for the `share` of the batch's counted tokens with the largest values (ties by order), 0 for the rest.
+    """1 for the `share` of the batch's counted tokens with the largest values (ties go to earlier ones), 0 elsewhere.
 
     >>> [gate.tolist() for gate in top_share([np.array([3.0, 1.0]), np.array([2.0, 0.0])], [np.ones(2, bool)] * 2, 0.5)]
     [[1.0, 0.0], [1.0, 0.0]]
@@ -287,7 +287,7 @@ def top_share(values: Sequence[np.ndarray], masks: Sequence[np.ndarray], share: 
 
 
 def soft_or(entropies: Sequence[np.ndarray], divergences: Sequence[np.ndarray], masks: Sequence[np.ndarray]) -> Arrays:
-    """h + d - h d, both scaled to [0, 1] over the batch's counted tokens: unsure, or in disagreement, or both."""
+    """h + d - h d, both scaled to [0, 1] over the batch's counted tokens: high if either is high."""
     h, d = _scaled(entropies, masks), _scaled(divergences, masks)
     return [unsure + far - unsure * far for unsure, far in zip(h, d, strict=True)]
 
@@ -301,7 +301,7 @@ def _scaled(values: Sequence[np.ndarray], masks: Sequence[np.ndarray]) -> Arrays
 
 
 def random_share(names: Sequence[str], lengths: Sequence[int], share: float, seed: int) -> Arrays:
-    """Every token open with probability `share`, keyed by (seed, rollout), so it is the same after a restart."""
+    """Open each token with probability `share`. Draws are keyed by (seed, rollout), so a restart repeats them."""
     return [
         (_uniforms(f"{seed}/{name}", length) < share).astype(np.float64)
         for name, length in zip(names, lengths, strict=True)
@@ -329,8 +329,8 @@ def perplexity_weights(
 ) -> np.ndarray:
     """(B,) perplexity^power among the open rollouts of each group, scaled to mean 1; 0 elsewhere.
 
-    Perplexity is exp(-mean log-prob). A power of 1/tau favours rollouts the model finds unlikely, -1/tau those it is
-    sure of. A group of one weighs 1.
+    Perplexity is exp(-mean log-prob). A power of 1/tau favours rollouts that the model finds unlikely, -1/tau those it
+    is sure of. A single rollout in a group weighs 1.
 
     >>> perplexity_weights(np.log([0.5, 0.25]), ["a", "a"], np.ones(2, bool), 1.0).round(3).tolist()
     [0.667, 1.333]
@@ -346,7 +346,7 @@ def perplexity_weights(
 
 
 def turn_weights(gap_T: np.ndarray, turns: Sequence[tuple[int, int]], delta: float, eps: float) -> np.ndarray:
-    """SOD: a token of turn k weighs min((d_1 + eps) / (d_k + eps), 1 + delta), d = mean |log student - log teacher|.
+    """SOD: weight min((d_1 + eps) / (d_k + eps), 1 + delta) for tokens of turn k, d = mean |log student - log teacher|.
 
     >>> turn_weights(np.array([0.1, 0.1, 0.4, 0.05]), [(0, 2), (2, 3), (3, 4)], 0.2, 1e-9).round(3).tolist()
     [1.0, 1.0, 0.25, 1.2]
@@ -359,7 +359,7 @@ def turn_weights(gap_T: np.ndarray, turns: Sequence[tuple[int, int]], delta: flo
 
 
 def runs(mask_T: np.ndarray) -> list[tuple[int, int]]:
-    """Stretches of True: the turns of a response that does not list them.
+    """(start, end) of each run of True: the turns of a response.
 
     >>> runs(np.array([1, 1, 0, 1], dtype=bool))
     [(0, 2), (3, 4)]
@@ -368,11 +368,11 @@ def runs(mask_T: np.ndarray) -> list[tuple[int, int]]:
     return [(int(start), int(end)) for start, end in zip(edges[::2], edges[1::2], strict=True)]
 
 
-# Gates that go by rewards: of the rollout itself, or of all samples of its prompt.
+# --- Gates by reward: of the rollout itself, or of all samples of its prompt ---
 
 
 class RewardGate(Gate):
-    """By the reward of the rollout, or by those of its whole group."""
+    """Base of gates by the reward of the rollout, or the rewards of its whole group."""
 
     threshold: float = Field(0.5, description="a reward of at least this is correct")
 
@@ -380,7 +380,7 @@ class RewardGate(Gate):
         return Needs(rewards=True)
 
     def passed(self, view: GateView) -> np.ndarray:
-        """(B,) 1 or 0; NaN where there is no reward."""
+        """(B,) 1 if the reward passes, else 0; NaN if there is no reward."""
         return np.array([np.nan if reward is None else float(reward >= self.threshold) for reward in view.rewards])
 
     def pass_rates(self, view: GateView) -> np.ndarray:
@@ -421,7 +421,7 @@ class AllCorrect(RewardGate):
 
 
 class Contrast(RewardGate):
-    """Groups with right and wrong answers."""
+    """Keeps groups with both correct and wrong answers."""
 
     name = "contrast"
     compares_samples = True
@@ -432,7 +432,7 @@ class Contrast(RewardGate):
 
 
 class Paced(RewardGate):
-    """PACED: the weight of a prompt is p^a (1 - p)^b, with p its pass rate among this batch's samples."""
+    """PACED: weighs a prompt by p^a (1 - p)^b, with p its pass rate among this batch's samples."""
 
     name = "paced"
     weighs = True
@@ -446,7 +446,7 @@ class Paced(RewardGate):
 
 
 def pass_rates(scores: Sequence[float | None], groups: Sequence[str], threshold: float) -> np.ndarray:
-    """(B,) share of each rollout's group that passed, among those that could be rewarded; NaN where none could.
+    """(B,) pass rate of each rollout's group, among rollouts with a reward; NaN if there are none.
 
     >>> pass_rates([1.0, 0.0, None, 0.0], ["a", "a", "a", "b"], 0.5).tolist()
     [0.5, 0.5, 0.5, 0.0]

@@ -1,6 +1,6 @@
 """One micro-batch: a forward pass of the student and what is known about its tokens.
 
-Axis legend: N = response tokens of the micro-batch, one after the other.
+Axis legend: N = response tokens of the micro-batch, in order.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class HeadModule(Protocol):
 
 
 def apply_module(module: HeadModule, hidden: Tensor) -> Tensor:
-    """In full precision, whatever the student computes in."""
+    """Apply a module in full precision, regardless of the student's."""
     wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
     with torch.autocast(hidden.device.type, enabled=False):
         return module(hidden.to(wide))
@@ -47,10 +47,10 @@ def apply_module(module: HeadModule, hidden: Tensor) -> Tensor:
 
 @dataclass
 class TokenStatistics:
-    """Detached per-token values of one micro-batch, in the order of its rollouts; NaN where nothing was computed.
+    """Detached per-token values of one micro-batch, in the order of its rollouts; NaN: not computed.
 
-    Untempered, whatever temperature a divergence has: runs are compared by them. What is computed on a device is
-    written here by `settle`, once per update: reading it at once would let the device run dry between micro-batches.
+    Values are untempered, whatever the divergence's temperature, so that runs can be compared. `settle` copies device
+    values here once per update: reading them immediately would stall the device between micro-batches.
     """
 
     loss: dict[str, float] = field(default_factory=dict)
@@ -58,17 +58,18 @@ class TokenStatistics:
     entropy: np.ndarray = field(default_factory=lambda: np.empty(0))
     mismatch: np.ndarray = field(default_factory=lambda: np.empty(0))  # |log trainer - log sampler| of student tokens
     counts: dict[str, tuple[int, int]] = field(default_factory=dict)  # tokens: (clipped or masked, all)
-    traces: dict[str, dict[str, Any]] = field(default_factory=dict)  # by rollout id, of those that are traced
-    advantages: dict[str, np.ndarray] = field(default_factory=dict)  # (N,) by term, where a rollout is traced
+    traces: dict[str, dict[str, Any]] = field(default_factory=dict)  # of traced rollouts, by id
+    advantages: dict[str, np.ndarray] = field(default_factory=dict)  # (N,) by term, if a rollout is traced
     _unread: list[Callable[[], None]] = field(default_factory=list)
 
     def later(self, read: Callable[[], None]) -> None:
-        """Read from the device when `settle` is called, in the order of these calls."""
+        """Schedule a read from the device for `settle`, which runs the reads in order."""
         self._unread.append(read)
 
     def settle(self, moved: bool = False) -> None:
-        """`moved`: the policy has been updated since the batch was drawn, so what differs from the sampler now is
-        that.
+        """Run the scheduled reads.
+
+        `moved`: the policy was updated since sampling, so the mismatch with the sampler is unknown (NaN).
         """
         for read in self._unread:
             read()
@@ -90,12 +91,12 @@ class MicroBatch:
     teachers: Mapping[str, TeacherHead]
     merge: MergeGroups
     temperature: float  # of sampling
-    teacher_mix: float  # the teacher's part in the distribution sampled from
+    teacher_mix: float  # the teacher's share of the sampling distribution
     statistics: TokenStatistics
-    modules: Mapping[str, HeadModule] = field(default_factory=dict)  # trainable ones, by name
+    modules: Mapping[str, HeadModule] = field(default_factory=dict)  # trainable modules by name
 
     def module(self, name: str, rows: np.ndarray) -> Tensor:
-        """What a trainable module gives for some rows, with gradients. It reads the state that predicts the row's token."""
+        """Output of a trainable module for some rows, with gradients. Its input is the state that predicts the token."""
         return apply_module(self.modules[name], self.rows(rows).hidden)
 
     @property
@@ -104,21 +105,21 @@ class MicroBatch:
 
     @cached_property
     def traced_N(self) -> np.ndarray:
-        """(N,) bool: tokens of rollouts that are written down token by token."""
+        """(N,) bool: tokens of traced rollouts."""
         return np.repeat(
             [rollout.id in self.batch.traced for rollout in self.pack.rollouts], self.pack.response_lengths
         )
 
     @property
     def wide(self) -> torch.dtype:
-        """What sums are kept in."""
+        """Data type of sums."""
         return torch.float64 if self.projection.hidden.dtype == torch.float64 else torch.float32
 
     def tensor(self, values: np.ndarray) -> Tensor:
         return upload(values, self.device)
 
     def rows(self, rows: np.ndarray) -> Projection:
-        """The student's projection of some rows, in their order; of all of them it is the projection itself."""
+        """The student's projection of some rows, in their order; for all rows, the projection itself."""
         return self.projection if rows.size == self.projection.count else self.projection.rows(self.tensor(rows))
 
     def column(self, name: str, rows: np.ndarray) -> Tensor:
@@ -137,36 +138,36 @@ class MicroBatch:
         return np.concatenate(self.batch.logprobs(role, self.pack.rollouts))[rows]
 
     def teacher_projections(self, role: str, open_N: np.ndarray) -> Iterator[tuple[np.ndarray, Source]]:
-        """(rows, the teacher's projection of them), teacher after teacher; rows that are not open are left out."""
+        """(rows, the teacher's projection of them), one teacher at a time. Leaves out rows that are not open."""
         return teacher_projections(
             self.pack, self.batch.signals[role, "hidden"], self.teachers, open_N, self.projection
         )
 
     def teacher_distributions(self, role: str, open_N: np.ndarray) -> Iterator[tuple[np.ndarray, Source | TopK]]:
-        """The same of whatever the role's teachers gave: hidden states, or their likeliest ids."""
+        """Like `teacher_projections`, for either kind of signal: hidden states or top-k ids."""
         if (role, "hidden") in self.batch.signals:
             return self.teacher_projections(role, open_N)
         return iter([teacher_tops(self.pack, self.batch.signals[role, "topk"], open_N)])
 
-    # Log-probs of the sampled tokens, by policy
+    # --- Log-probs of the sampled tokens, by policy ---
 
     def behaviour(self, rows: np.ndarray) -> Tensor:
-        """Log-probs under the distribution drawn from, in the transform of `current`: what ratios are taken against."""
+        """Log-probs under the sampling distribution, in the transform of `current`: the denominator of ratios."""
         return self.column("logprob_sampled", rows) if self.teacher_mix else self.sampler(rows)
 
     def sampler(self, rows: np.ndarray) -> Tensor:
-        """The student's own log-probs as the sampler computed them: what mismatch is measured against."""
+        """The student's own log-probs from the sampler: the baseline for mismatch."""
         return self.column("logprob" if self.temperature == 1.0 else "logprob_sampled", rows)
 
     def proximal(self, rows: np.ndarray, current: Tensor) -> Tensor:
-        """The trainer's at the start of this batch's updates; with one update per batch, the current ones."""
+        """The trainer's log-probs before this batch's updates; with one update per batch, the current ones."""
         known = self.batch.first_pass.proximal
         if not known:
             return current.detach()
         return self.tensor(np.concatenate([known[item.id] for item in self.pack.rollouts])[rows]).float()
 
     def current(self, rows: np.ndarray) -> Tensor:
-        """As ratios need them, both sides under one transform: merged at temperature 1, else tempered."""
+        """Log-probs for ratios, both sides under the same transform: merged at temperature 1, otherwise tempered."""
         projection, ids = self.rows(rows), self.tokens(rows)
         if self.temperature == 1.0:
             return token_logprobs(projection, ids, merge=self.merge, trusted=True)
@@ -177,16 +178,16 @@ class MicroBatch:
         return token_logprobs(self.rows(rows), self.tokens(rows), merge=self.merge, trusted=True)
 
     def untempered(self, rows: np.ndarray, current: Tensor) -> Tensor:
-        """Detached log-probs of the policy itself: advantages are untempered."""
+        """Detached log-probs of the policy itself, for advantages, which are untempered."""
         if self.temperature == 1.0:
             return current.detach()
         projection = self.rows(rows).detach()
         return token_logprobs(projection, self.tokens(rows), merge=self.merge, trusted=True)
 
-    # What is noted for the metrics
+    # --- Recording metrics ---
 
     def log_ratio(self, rows: np.ndarray, current: Tensor) -> Tensor:
-        """log rho, trainer over sampler, of the student's tokens, noted as mismatch; 0 at tokens of others."""
+        """log rho (trainer over sampler) of the student's tokens, recorded as mismatch; 0 at other authors' tokens."""
         gap = self.proximal(rows, current) - self.sampler(rows)
         theirs = concatenated(self.pack.rollouts, "author")[rows] != Author.STUDENT
         noted = gap.detach().abs()
@@ -196,14 +197,14 @@ class MicroBatch:
         return gap.masked_fill(self.tensor(theirs), 0.0)
 
     def note_mismatch(self, rows: np.ndarray, logprobs: Tensor) -> None:
-        """|log trainer - log sampler| of the policy itself, of the student's tokens."""
+        """Record |log trainer - log sampler| of the policy itself, at the student's tokens."""
         theirs = concatenated(self.pack.rollouts, "author")[rows] != Author.STUDENT
         sampler = np.where(theirs, np.nan, concatenated(self.pack.rollouts, "logprob")[rows])
         detached = logprobs.detach()
         self.statistics.later(lambda: _put(self.statistics.mismatch, rows, np.abs(detached.cpu().numpy() - sampler)))
 
     def note(self, name: str, rows: np.ndarray, values: Tensor) -> None:
-        """Per-token statistics: `reverse_kl`, `entropy`."""
+        """Record a per-token statistic: `reverse_kl` or `entropy`."""
         found = values.detach()
         self.statistics.later(lambda: _put(getattr(self.statistics, name), rows, found.cpu().numpy()))
 
@@ -212,7 +213,7 @@ class MicroBatch:
         self.statistics.later(lambda: self.statistics.loss.update({name: float(found)}))
 
     def estimate(self, rows: np.ndarray, values: np.ndarray | Tensor) -> None:
-        """Reverse KL by one sample, where no term has computed it exactly."""
+        """Record a one-sample estimate of reverse KL, where no term computed it exactly."""
 
         def read() -> None:
             known = self.statistics.reverse_kl[rows]
@@ -222,7 +223,7 @@ class MicroBatch:
         self.statistics.later(read)
 
     def note_advantage(self, name: str, rows: np.ndarray, values: Tensor) -> None:
-        """Of a term, for rollouts that are traced."""
+        """Record a term's advantages for traced rollouts."""
         if self.traced_N[rows].any():
             noted = self.statistics.advantages.setdefault(name, np.full(self.projection.count, np.nan))
             self.statistics.later(lambda: _put(noted, rows, values.cpu().numpy()))
@@ -237,10 +238,10 @@ def _put(into: np.ndarray, rows: np.ndarray, values: np.ndarray) -> None:
 
 
 def autocast_head(projection: Projection) -> Projection:
-    """Under autocast the head's operands are of its type too, whatever the weights and the last norm come in.
+    """Under autocast, cast the head's operands to its type, whatever type the weights and the last norm have.
 
-    So they reach the fast kernels; logits are still accumulated and returned in fp32, and gradients come back as the
-    weights are.
+    This way they reach the fast kernels. Logits are still accumulated and returned in fp32, and gradients have the
+    weights' type.
     """
     device = projection.hidden.device.type
     if not torch.is_autocast_enabled(device) or projection.weight.dtype == torch.float64:
@@ -249,7 +250,7 @@ def autocast_head(projection: Projection) -> Projection:
 
 
 def in_half(projection: Projection, dtype: torch.dtype) -> Projection:
-    """With operands of a half precision; where the student computes in fp32 or fp64, the projection as it is."""
+    """Cast the operands to a half precision; unchanged if the student computes in fp32 or fp64."""
     if dtype not in (torch.bfloat16, torch.float16):
         return projection
     return replace(projection, hidden=projection.hidden.to(dtype), weight=projection.weight.to(dtype))
@@ -260,7 +261,7 @@ def source_in_half(source: Source, dtype: torch.dtype) -> Source:
 
 
 def token_ids(pack: Pack, projection: Projection, rows: np.ndarray | None = None) -> Tensor:
-    """Ids of the response tokens, or of some. One that does not exist is found here: a device would give up for good."""
+    """Ids of the response tokens, or of some. Checks that they exist, because on a device a bad id ends the process."""
     every, size = concatenated(pack.rollouts, "response_ids").astype(np.int64), projection.vocabulary
     ids = every if rows is None else every[rows]
     unknown = ids[(ids < 0) | (ids >= size)]
@@ -276,12 +277,14 @@ def teacher_projections(
     open_N: np.ndarray,
     student: Projection,
 ) -> Iterator[tuple[np.ndarray, Source]]:
-    """Micro-batches are ordered by teacher, so mostly there is one. Its head is as precise as the student's.
+    """(rows, projection) per teacher, usually one because micro-batches are ordered by teacher.
 
-    Rows about which nothing was said are left out.
+    The teacher's head has the student's precision. Leaves out rows without a signal.
     """
     device = student.hidden.device
-    waits = device.type == "cpu"  # a copy from a GPU has to be whole; one to a GPU is, when anything there reads it
+    waits = (
+        device.type == "cpu"
+    )  # a copy from a GPU must be awaited; a copy to a GPU is ordered before anything there reads it
     known = [signals[rollout.id] for rollout in pack.rollouts]
     owner = np.repeat([signal.teacher if signal.mask.any() else "" for signal in known], pack.response_lengths)
     open_N = open_N & np.concatenate([signal.mask for signal in known])
@@ -301,7 +304,7 @@ def teacher_projections(
 
 
 def teacher_tops(pack: Pack, signals: Mapping[str, Signal], open_N: np.ndarray) -> tuple[np.ndarray, TopK]:
-    """(rows, their likeliest ids), whichever teacher said so. Rows about which nothing was said are left out."""
+    """(rows, their likeliest ids) from any teacher. Leaves out rows without a signal."""
     known = [signals[rollout.id] for rollout in pack.rollouts]
     rows = np.flatnonzero(open_N & np.concatenate([signal.mask for signal in known]))
     told = [signal for signal in known if signal.mask.any()]
@@ -309,21 +312,21 @@ def teacher_tops(pack: Pack, signals: Mapping[str, Signal], open_N: np.ndarray) 
     return rows, TopK.join([signal.values for signal in told]).rows((np.cumsum(reached) - 1)[rows])
 
 
-# What is written down of a few rollouts, token by token, for somebody to look at (`log.samples`).
+# --- Token-by-token traces of a few rollouts, for inspection (`log.samples`) ---
 #
-# It is read off the forward pass that trains on them, without gradients: nothing that is trained on changes. Logits exist
-# for a few rows at a time, and only of these rollouts.
+# Traces reuse the training forward pass, without gradients, so training does not change. Logits exist for a few rows at
+# a time, and only of these rollouts.
 
 
 TOP = 5  # likeliest ids of both sides
-CHUNK = 64  # rows whose logits are held at once
+CHUNK = 64  # rows of logits held at once
 NUMBERS = ("student", "teacher", "entropy", "teacher_entropy", "reverse_kl")
-Trace = dict[str, Any]  # (T,) and (T, TOP) arrays; under `terms`, by the term's name, weight, advantage and gates
+Trace = dict[str, Any]  # (T,) and (T, TOP) arrays; `terms` holds weight, advantage and gates by the term's name
 
 
 @torch.no_grad()
 def trace_tokens(micro: MicroBatch, terms: Sequence[PreparedTerm], weights: Sequence[Mapping[str, np.ndarray]]) -> None:
-    """Note the traced rollouts of a micro-batch."""
+    """Record the traced rollouts of a micro-batch."""
     if not micro.traced_N.any():
         return
     role, kind = _scored(micro, terms)
@@ -340,7 +343,10 @@ def trace_tokens(micro: MicroBatch, terms: Sequence[PreparedTerm], weights: Sequ
 
 
 def _scored(micro: MicroBatch, terms: Sequence[PreparedTerm]) -> tuple[str, SignalKind | None]:
-    """Which role is shown beside the student, and by what it said the most. One that reads other tokens is not laid out by id."""
+    """The role shown next to the student, and its most informative signal.
+
+    A teacher with another tokenizer is not shown by id.
+    """
     signals = micro.batch.signals
     roles = sorted(dict.fromkeys(term.term.role for term in terms), key=lambda role: role != "teacher")
     kinds: tuple[SignalKind, ...] = ("hidden", "topk", "logprobs_at")
@@ -354,7 +360,7 @@ def _scored(micro: MicroBatch, terms: Sequence[PreparedTerm]) -> tuple[str, Sign
 
 
 def _look(micro: MicroBatch, rows: np.ndarray, teacher: Source | None, columns: dict[str, np.ndarray]) -> None:
-    """Both sides' distributions at some rows; without a teacher's, the student's."""
+    """Record both distributions at some rows; without a teacher, only the student's."""
     size = micro.projection.vocabulary if teacher is None else min(micro.projection.vocabulary, teacher.vocabulary)
     tokens = canonical_ids(micro.tokens(rows), micro.merge)[:, None]
     for first in range(0, rows.size, CHUNK):
@@ -372,7 +378,7 @@ def _look(micro: MicroBatch, rows: np.ndarray, teacher: Source | None, columns: 
 
 
 def _side(name: str, logprobs: Tensor, tokens: Tensor, size: int) -> dict[str, Tensor]:
-    """A token that one side has no id for has no log-prob there."""
+    """Columns of one side. A token without an id on that side has log-prob `LOG_ZERO`."""
     top = logprobs.topk(min(TOP, size))
     at = logprobs.gather(-1, tokens.clamp(max=size - 1)).masked_fill(tokens >= size, LOG_ZERO).squeeze(-1)
     return {name: at, f"{name}_top": top.values, f"{name}_top_ids": top.indices}
@@ -395,7 +401,7 @@ def _finish(
     role: str,
     kind: SignalKind | None,
 ) -> None:
-    """Cut by rollout; with what a teacher said that gives no distribution, and what terms made of it."""
+    """Split the columns by rollout, and add the signals of teachers without distributions and the terms' values."""
     ends = np.cumsum(micro.pack.response_lengths)
     for rollout, end in zip(micro.pack.rollouts, ends, strict=True):
         rows = slice(end - rollout.response_ids.size, end)
@@ -429,7 +435,7 @@ def _finish(
 
 
 def _known(values: np.ndarray) -> np.ndarray:
-    """log 0 is not a number that can be drawn."""
+    """Replace log 0 by NaN, because it cannot be plotted."""
     return np.where(values < LOG_ZERO / 2, np.nan, values)
 
 

@@ -1,6 +1,7 @@
 """The terms of a recipe as one loss on packed rollouts.
 
-`prepare` forms weights and what else needs the whole batch before it is cut up; a call then multiplies and sums.
+`prepare` computes weights and everything else that needs the whole batch before it is split; a call then multiplies
+and sums.
 """
 
 from __future__ import annotations
@@ -43,13 +44,13 @@ TokenWeights = Sequence[Mapping[str, np.ndarray]]  # one mapping per active term
 
 @dataclass
 class PreparedBatch:
-    """A batch, made ready: what every active term gives every token."""
+    """A batch with the active terms prepared for it."""
 
     batch: Batch
     terms: list[PreparedTerm] = field(default_factory=list)
 
     def weights(self, rollouts: Sequence[Rollout]) -> TokenWeights:
-        """For the rollouts of one update."""
+        """Token weights for the rollouts of one update."""
         return [term.weights(rollouts) for term in self.terms]
 
     @property
@@ -58,7 +59,7 @@ class PreparedBatch:
 
 
 class Drawing(Protocol):
-    """How rollouts are drawn, as far as an objective has to know: a recipe's `rollout`, or an `opd.Sampler`."""
+    """The sampling settings that an objective needs: a recipe's `rollout`, or an `opd.Sampler`."""
 
     @property
     def max_new_tokens(self) -> int: ...
@@ -82,10 +83,9 @@ class PlainDrawing:
 
 
 class Objective:
-    """A sum of terms. `drawing` says how the batches are drawn; `stop_ids` are one event.
+    """A sum of terms. `drawing`: how rollouts are sampled. `stop_ids` count as one event; default: the student's.
 
-    By hand, as a recipe writes it: `opd.Objective({"divergence": "jsd", "beta": 0.3}, teacher, sampler)`. Without
-    `stop_ids` it takes the student's.
+    In your own loop, with the syntax of a recipe: `opd.Objective({"divergence": "jsd", "beta": 0.3}, teacher, sampler)`.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class Objective:
     ) -> None:
         given: list[Term] = by_hand("objective", Annotated[list[AnyTerm], SHORT_FORMS["objective"]], terms)
         self.terms = [term.joined(given) for term in given]
-        self.modules: Mapping[str, HeadModule] = {}  # trainable ones by name, which a trainer opens
+        self.modules: Mapping[str, HeadModule] = {}  # trainable modules by name, set by the trainer
         teachers = teachers if teachers is not None else {}
         self.teachers = teachers if isinstance(teachers, Mapping) else {teachers.name: teachers}
         self.drawing: Drawing = drawing or PlainDrawing()
@@ -111,25 +111,25 @@ class Objective:
         return f"Objective({terms}, teachers: {', '.join(self.teachers) or 'none'})"
 
     def active(self, step: int) -> list[tuple[int, Term, float]]:
-        """(number, term, coefficient) of the terms that count at this step."""
+        """(number, term, coefficient) of the terms with a nonzero coefficient at this step."""
         terms = [(index, term, term.coefficient.at(step, self.plateau)) for index, term in enumerate(self.terms)]
         return [item for item in terms if item[2] != 0]
 
     def needs(self, step: int, updates: int = 1) -> list[tuple[str, SignalKind]]:
-        """Which role has to give which kind of signal at this step; a term whose coefficient is 0 costs nothing.
+        """(role, kind of signal) needed at this step. A term with coefficient 0 costs nothing.
 
-        Hidden states come first: log-probs follow from them. `updates`: how often a batch is used.
+        Hidden states come first, because log-probs follow from them. `updates`: optimiser steps per batch.
         """
         return sorted(self._needs(step, updates).settled(self._with_hidden), key=lambda need: need[1] != "hidden")
 
     def _with_hidden(self, role: str) -> bool:
-        """Whether all of a role's teachers give hidden states: what it says of a batch is of one kind."""
+        """Whether all teachers of a role provide hidden states. A role gives one kind of signal per batch."""
         return all("hidden" in teacher.offers for teacher in self.teachers.values() if teacher.role == role)
 
     def need_beside(self, signals: Signals, role: str, kind: SignalKind) -> SignalNeed:
-        """What is asked of a role's teachers, which have said these signals already: a teacher reads a rollout once.
+        """The request to a role's teachers, given the signals already known: a teacher reads a rollout only once.
 
-        Of their likeliest ids, as many as any term wants.
+        For top-k signals, k is the largest that any term needs.
         """
         known = signals.get((role, "hidden")) if kind in ("logprobs_at", "topk") else None
         wanted = [k for term in self.terms for asked, k in term.needs().topk if asked == role]
@@ -150,9 +150,10 @@ class Objective:
         updates: int = 1,
         complete: Callable[[Batch], None] = lambda batch: None,
     ) -> PreparedBatch:
-        """Gates, advantages and denominators; `cut` makes micro-batches, if the student has to be asked first.
+        """Compute gates, advantages and denominators.
 
-        `complete`: adds what other ranks have asked it, where each takes a part of the batch.
+        `cut` splits the batch into micro-batches, for terms that need a first pass of the student. `complete` adds the
+        first-pass results of the other ranks, if each rank takes part of the batch.
         """
         asked = self._needs(step, updates).student
         if asked:
@@ -188,7 +189,7 @@ class Objective:
         total = projection.hidden.new_zeros((), dtype=torch.float32)
         for term, by_rollout in zip(prepared.terms, weights, strict=True):
             weight_N = np.concatenate([by_rollout[rollout.id] for rollout in pack.rollouts])
-            if weight_N.any():  # tokens a term leaves alone cost nothing
+            if weight_N.any():  # skip a term that weighs no token here
                 loss = term.term.loss(term, micro, weight_N)
                 micro.note_loss(term.name, loss)
                 total = total + loss
@@ -196,9 +197,9 @@ class Objective:
         return total, micro.statistics
 
 
-# What each term gives each token of a batch, before the batch is cut up: gates, advantages and denominators.
+# --- Preparing terms: gates, advantages and denominators ---
 #
-# The only place where tokens are masked and denominators formed.
+# Tokens are masked, and denominators are computed, only here.
 
 
 @dataclass
@@ -212,14 +213,14 @@ class PreparedTerm:
     max_new_tokens: int
     eligible: ByRollout  # bool: tokens of the authors that the term trains on, gated or not
     counted: ByRollout  # bool: in the denominator
-    factor: ByRollout  # what gates leave of a token, 0 where closed
-    metrics: dict[str, float]  # what the gates did
-    gates: dict[str, ByRollout] = field(default_factory=dict)  # what each did, to rollouts that are traced
-    step: int = 1  # of the stage, for what changes with it
-    state: Any = None  # what the form has prepared for itself
+    factor: ByRollout  # product of the gates' factors; 0: closed
+    metrics: dict[str, float]  # of the gates
+    gates: dict[str, ByRollout] = field(default_factory=dict)  # factors of each gate, if rollouts are traced
+    step: int = 1  # of the stage
+    state: Any = None  # result of the term's own `prepare`
 
     def weights(self, rollouts: Sequence[Rollout]) -> dict[str, np.ndarray]:
-        """Of every token of an update's rollouts. They are its loss's only denominators."""
+        """Weights of every token of an update's rollouts. They include all denominators of the loss."""
         return self.term.weights(self, rollouts)
 
 
@@ -230,7 +231,7 @@ def prepare_term(
     authors = [int(Author[author.upper()]) for author in term.authors]
     eligible = [np.isin(rollout.author, authors) for rollout in rollouts]
     left_out = term.leaves_out(batch)
-    if term.needs().rewards:  # a reward that failed is not a zero
+    if term.needs().rewards:  # a failed reward is not 0
         unrewarded = {rollout.id for rollout in rollouts if batch.rewards.get(rollout.id, 0.0) is None}
         metrics[f"unrewarded/{name}"] = len(unrewarded) / max(len(rollouts), 1)
         left_out |= unrewarded
@@ -275,18 +276,18 @@ def _by_rollout(rollouts: Sequence[Rollout], values: Sequence[np.ndarray]) -> By
     return {rollout.id: value for rollout, value in zip(rollouts, values, strict=True)}
 
 
-# The pass without gradients that some terms need first: proximal log-probs, and statistics that gates rank a batch by.
+# --- The first pass of the student, without gradients ---
 #
-# What is asked for is a set of tuples (`Needs.student`):
+# Some terms need proximal log-probs, or statistics for gates that rank the batch. Requests are tuples in `Needs.student`:
 #
 # ("proximal",)            log-probs of the sampled tokens before the first update
-# ("entropy",)             the student's
-# ("comparison", role)     both sides' entropy and their reverse KL
-# ("accepted", role, k)    whether the student's likeliest token is among the k likeliest of the teacher
-# ("module", name)         what a trainable module gives
+# ("entropy",)             entropy of the student
+# ("comparison", role)     entropy of student and teacher, and their reverse KL
+# ("accepted", role, k)    whether the student's likeliest token is among the teacher's k likeliest
+# ("module", name)         output of a trainable module
 
 
-CHUNK = 512  # rows whose logits are held at once when ranking
+CHUNK = 512  # rows of logits held at once when ranking
 StudentNeeds = frozenset[tuple[str | int, ...]]
 
 
@@ -303,7 +304,7 @@ def take_first_pass(
 ) -> None:
     """Fill `batch.first_pass` for every rollout of the packs."""
     result = batch.first_pass
-    for earlier in (result.entropy, result.modules):  # of an earlier step on the same batch
+    for earlier in (result.entropy, result.modules):  # results of an earlier step on the same batch
         earlier.clear()
     compared = {str(need[1]) for need in needs if need[0] == "comparison"}
     ranked = {str(need[1]) for need in needs if need[0] == "accepted"}
@@ -318,7 +319,7 @@ def take_first_pass(
             if temperature != 1.0:
                 tempered = token_logprobs(projection, ids, temperature=temperature, trusted=True)
             _spread(result.proximal, pack, tempered)
-        if ("entropy",) in needs:  # of all tokens, whatever a teacher was shown
+        if ("entropy",) in needs:  # of all tokens, including those that no teacher saw
             _spread(result.entropy, pack, statistics(projection, merge=merge).entropy)
         for name in sorted(str(need[1]) for need in needs if need[0] == "module"):
             found = apply_module((modules or {})[name], projection.hidden)
@@ -373,7 +374,7 @@ def proposal_accepted(student: Projection, teacher: Source, k: int, merge: Merge
 
 
 def _fill(into: ByRollout, pack: Pack, values_N: Tensor) -> None:
-    """Where nothing is known: one role's teacher may have been shown what another's was not."""
+    """Fill in missing values only: one role's teacher may have seen tokens that another's did not."""
     found: ByRollout = {}
     _spread(found, pack, values_N)
     for name, values in found.items():

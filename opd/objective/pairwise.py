@@ -1,6 +1,6 @@
-"""Preferences: of two answers to one prompt, the better-rewarded is made likelier than the other.
+"""Preferences: the better-rewarded of two answers to a prompt becomes likelier than the other.
 
-The student's own samples are compared, or a teacher's, in pairs of one group; groups are never split, so neither are
+Pairs are formed within a group, from the student's own samples or a teacher's. Groups are never split, so neither are
 pairs. With h the log-ratio of a whole answer, log student - log reference, and d = h(preferred) - h(rejected):
 
     dpo    -log sigmoid(reference_weight * d)              DPO, SPIN
@@ -37,11 +37,11 @@ Pair = tuple[str, str]  # ids of the preferred and the rejected rollout
 
 @dataclass(frozen=True, eq=False)
 class Answers:
-    """Whole answers, one number each. A gate's factor weighs a token's log-prob in the sums."""
+    """Whole answers, one number each. Gate factors weigh the tokens' log-probs in the sums."""
 
     student: Tensor  # log-prob of the answer, with gradients
-    reference: Tensor  # 0 where nobody asks the reference
-    length: Tensor  # tokens summed over
+    reference: Tensor  # log-prob under the reference; 0 if it is not used
+    length: Tensor  # number of tokens in the sum
 
     @property
     def log_ratio(self) -> Tensor:
@@ -52,14 +52,14 @@ class Answers:
 
 
 class Preference(Choice):
-    """What a pair costs. One of your own is a subclass with `losses`."""
+    """The loss of a pair. For your own preference, subclass and define `losses`."""
 
     family = "preference"
     by_reference: ClassVar[bool] = True  # compares with the model of the term's role
 
     @abstractmethod
     def losses(self, preferred: Answers, rejected: Answers) -> Tensor:
-        """(P,)"""
+        """(P,) losses of the pairs."""
         raise NotImplementedError
 
 
@@ -67,7 +67,7 @@ AnyPreference = Annotated[Preference, Family("preference", default="dpo")]
 
 
 class RatioPreference(Preference):
-    """By the log-ratios to the reference."""
+    """Base of preferences that use log-ratios to the reference."""
 
     reference_weight: float = Field(
         0.1, gt=0, description="beta of dpo, tau of ipo: weight of the KL penalty towards the reference that is implied"
@@ -115,7 +115,7 @@ def log_odds(side: Answers) -> Tensor:
 
 
 class Pairwise(Term):
-    """A preference between two answers to the same prompt."""
+    """Trains on preferences between two answers to the same prompt."""
 
     name = "pairwise"
     flat = ("preference",)
@@ -164,7 +164,7 @@ class Pairwise(Term):
         return pairs
 
     def weights(self, prepared: PreparedTerm, rollouts: Sequence[Rollout]) -> dict[str, np.ndarray]:
-        """Of a token: what the loss of each pair of its rollout is multiplied by."""
+        """Token weights: the factor of the loss of each pair that the token's rollout belongs to."""
         group_of = {rollout.id: rollout.group for rollout in rollouts}
         pairs = [pair for pair in prepared.state if pair[0] in group_of]
         weights = pair_weights([group_of[preferred] for preferred, _ in pairs], self.aggregate, self.denominator)
@@ -188,7 +188,7 @@ class Pairwise(Term):
         return (self.preference.losses(preferred, rejected) * micro.tensor(weight_B[trained[:, 0]])).sum()
 
     def _answers(self, prepared: PreparedTerm, micro: MicroBatch, rows: np.ndarray, owner: np.ndarray) -> Answers:
-        """Of all rollouts of the micro-batch; those without a trained token are empty."""
+        """Answers of all rollouts of the micro-batch; those without a trained token are empty."""
         student = micro.policy(rows)
         micro.note_mismatch(rows, student)
         factor_N = np.concatenate([prepared.factor[rollout.id] for rollout in micro.pack.rollouts])
@@ -205,8 +205,9 @@ class Pairwise(Term):
 
 
 def preferences(rewarded: Sequence[tuple[float, str]], pairs: Literal["best_worst", "all"]) -> list[Pair]:
-    """(preferred, rejected) among the answers to one prompt, given as (reward, id) in the order of sampling. Equal rewards make no
-    pair; of several best the first sampled stands for them, of several worst the last.
+    """(preferred, rejected) ids among the answers to one prompt, given as (reward, id) in the order of sampling.
+
+    Equal rewards make no pair. `best_worst` breaks ties by taking the first best answer and the last worst one.
 
     >>> preferences([(1.0, "a"), (0.0, "b"), (0.5, "c")], "best_worst")
     [('a', 'b')]

@@ -24,24 +24,23 @@ if TYPE_CHECKING:
     from opd.records import Rollout
 
 
-# Surrogates: how the advantage meets the ratio of the policy being trained to the one that sampled.
+# --- Surrogates: losses from an advantage and the ratio of two policies ---
 #
-# The advantage is detached; the gradient flows through the current log-prob alone. Three policies have names:
-# `behaviour` (the sampler's log-probs), `proximal` (the trainer's at the start of this batch's updates), `current`.
-# Every ratio says which.
+# The advantage is detached; gradients flow only through the current log-prob. The three policies are `behaviour` (the
+# sampler's log-probs), `proximal` (the trainer's before this batch's updates) and `current`.
 
 
 class Surrogate(Choice):
     family = "surrogate"
-    multiplies_by_ratio: ClassVar[bool] = True  # by the token's own ratio itself, so a correction can go on from there
-    whole_rollouts: ClassVar[bool] = False  # goes by the ratio of all of a rollout's tokens, gated or not
+    multiplies_by_ratio: ClassVar[bool] = True  # multiplies by the token's own ratio, so a correction can build on it
+    whole_rollouts: ClassVar[bool] = False  # uses the ratio of all tokens of a rollout, including gated ones
     against: Literal["behaviour", "proximal"] = Field(
         "behaviour", description="denominator of the ratio; proximal: the trainer at the start of this batch's updates"
     )
 
     @abstractmethod
     def losses(self, current: Tensor, old: Tensor, advantage: Tensor, segment: Tensor) -> tuple[Tensor, Tensor | None]:
-        """(N,) losses, and where a clip acts (None: it never clips). `old` is the ratio's denominator, detached."""
+        """(N,) losses, and where a clip acts (None: no clipping). `old`: denominator of the ratio, detached."""
         raise NotImplementedError
 
 
@@ -49,7 +48,7 @@ AnySurrogate = Annotated[Surrogate, Family("surrogate", default="importance_samp
 
 
 class ImportanceSampling(Surrogate):
-    """Unclipped, exactly unbiased for tokens drawn from `behaviour`."""
+    """Unclipped ratio, exactly unbiased for tokens drawn from `behaviour`."""
 
     name = "importance_sampling"
     by_default = True
@@ -99,7 +98,7 @@ def _log_ratio(current: Tensor, old: Tensor) -> Tensor:
     return (current - old).detach().clamp(-LOG_LIMIT, LOG_LIMIT)
 
 
-# The arithmetic: (N,) losses
+# --- The arithmetic of surrogates: (N,) losses ---
 
 
 def importance_sampling(current: Tensor, behaviour: Tensor, advantage: Tensor) -> Tensor:
@@ -110,7 +109,7 @@ def importance_sampling(current: Tensor, behaviour: Tensor, advantage: Tensor) -
 def ppo(current: Tensor, old: Tensor, advantage: Tensor, low: float, high: float, dual: float | None = None) -> Tensor:
     """max(-r A, -clip(r, 1 - low, 1 + high) A). With `dual`, the loss of a negative advantage is at most dual * |A|.
 
-    In OPD most advantages are negative, so the lower clip and the dual one are those that act.
+    In OPD most advantages are negative, so mostly the lower clip and the dual clip act.
     """
     import torch
 
@@ -127,9 +126,9 @@ def cispo(current: Tensor, old: Tensor, advantage: Tensor, low: float, high: flo
 
 
 def gspo(current: Tensor, old: Tensor, advantage: Tensor, segment: Tensor, low: float, high: float) -> Tensor:
-    """PPO's clip on the ratio of the whole sequence, exp(mean of log r), which every token of it shares.
+    """PPO's clip on the ratio of the whole sequence, exp(mean of log r), shared by all its tokens.
 
-    Written straight-through, so that each token's gradient is that of its own log-prob under the sequence's ratio.
+    A straight-through form gives each token the gradient of its own log-prob, scaled by the sequence's ratio.
     """
     import torch
 
@@ -139,7 +138,7 @@ def gspo(current: Tensor, old: Tensor, advantage: Tensor, segment: Tensor, low: 
 
 
 def cut_off(ratio: Tensor, advantage: Tensor, low: float, high: float, dual: float | None = None) -> Tensor:
-    """(N,) bool: tokens whose gradient a clip cuts off, for ratios of tokens (ppo) or of sequences (gspo)."""
+    """(N,) bool: tokens with their gradient clipped to 0, for ratios of tokens (ppo) or sequences (gspo)."""
     outside = ((ratio > 1 + high) & (advantage > 0)) | ((ratio < 1 - low) & (advantage < 0))
     return outside if dual is None else outside | ((ratio > dual) & (advantage < 0))
 
@@ -214,7 +213,7 @@ class PolicyGradient(CorrectedTerm):
     def leaves_out(self, batch: Batch) -> set[str]:
         return set().union(*(part.leaves_out(batch) for part in self.advantage.parts))
 
-    # The advantage
+    # --- The advantage ---
 
     @property
     def advantages(self) -> Sequence[AdvantagePart]:
@@ -226,7 +225,7 @@ class PolicyGradient(CorrectedTerm):
         return self.advantage.prepare(SampledTokens(self, prepared, rollouts, known or []))
 
     def _known_logprobs(self, batch: Batch, rollouts: Sequence[Rollout]) -> list[np.ndarray] | None:
-        """The student's, untempered; None where they are those of the policy being trained, as it is now."""
+        """The student's untempered log-probs; None if they are those of the current policy."""
         if self.advantage.student == "behaviour":
             return [rollout.logprob.astype(np.float64) for rollout in rollouts]
         first = batch.first_pass.logprob
@@ -249,7 +248,7 @@ class PolicyGradient(CorrectedTerm):
         return micro.tensor(value_N[rows]).float()
 
     def _exact_kl(self, micro: MicroBatch, rows: np.ndarray) -> np.ndarray:
-        """(N,) KL(student || teacher), the log-ratio's mean: adding it leaves the gradient's mean as it is."""
+        """(N,) KL(student || teacher), the mean of the log-ratio. Adding it does not change the gradient's mean."""
         from opd.divergences import statistics
 
         open_N, kl_N = np.zeros(micro.projection.count, dtype=bool), np.zeros(micro.projection.count)
@@ -261,11 +260,11 @@ class PolicyGradient(CorrectedTerm):
             kl_N[chosen] = values.cpu().numpy()
         return kl_N
 
-    # The loss
+    # --- The loss ---
 
     def loss(self, prepared: PreparedTerm, micro: MicroBatch, weight_N: np.ndarray) -> Tensor:
         rows = np.flatnonzero(weight_N)
-        if self.correction is not None or self.surrogate.whole_rollouts:  # rollouts are looked at whole, gated or not
+        if self.correction is not None or self.surrogate.whole_rollouts:  # needs whole rollouts, including gated tokens
             rows = np.flatnonzero(np.concatenate([prepared.eligible[item.id] for item in micro.pack.rollouts]))
         trained = micro.tensor(weight_N[rows] != 0)
         current = micro.current(rows)
@@ -282,7 +281,7 @@ class PolicyGradient(CorrectedTerm):
             weight, bites = self.correction.apply(log_ratio, segment, included=not decoupled)
             micro.count(f"corrected/{prepared.name}", bites[trained])
             losses = losses * weight
-        if self.advantage.of_teacher:  # k1: one sample of it
+        if self.advantage.of_teacher:  # k1: one-sample estimate of reverse KL
             sampled = concatenated(micro.pack.rollouts, "logprob")[rows]
             micro.estimate(rows, sampled - micro.teacher_logprobs(self.role, rows))
         return (losses * micro.tensor(weight_N[rows])).sum()

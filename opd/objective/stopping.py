@@ -1,4 +1,4 @@
-"""When training has brought what it can: rules over the evaluations of a stage, and what a plateau is.
+"""Rules that stop a stage by its evaluations, and the definition of a plateau.
 
 No torch here.
 """
@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class EvaluationHistory:
-    """`eval.metric`, evaluation after evaluation, and the teachers' own level."""
+    """`eval.metric` of every evaluation so far, and the teachers' own score."""
 
-    values: Sequence[float | None]  # None: nothing could be measured
-    teacher: float | None = None  # None: they were not evaluated
+    values: Sequence[float | None]  # None: not measured
+    teacher: float | None = None  # None: teachers were not evaluated
 
     @property
     def best(self) -> float | None:
@@ -36,12 +36,12 @@ class EvaluationHistory:
         return len(self.values) - 1 - known[0] if known else len(self.values)
 
     def plateau(self, patience: int) -> bool:
-        """Whether that many evaluations in a row brought nothing better."""
+        """Whether the last `patience` evaluations brought no improvement."""
         return self.without_better >= patience
 
 
 class StopRule(Choice):
-    """Asked after every periodic evaluation."""
+    """Checked after every periodic evaluation."""
 
     family = "stop_rule"
 
@@ -50,12 +50,12 @@ class StopRule(Choice):
         raise NotImplementedError
 
     def in_words(self) -> str:
-        """What it waits for, in a few words for a drawing."""
+        """The stopping condition in a few words, for a diagram."""
         return self.name
 
 
 class Patience(StopRule):
-    """Nothing better for a while."""
+    """Stops when no evaluation has improved for a while."""
 
     name = "patience"
     by_default = True
@@ -69,7 +69,7 @@ class Patience(StopRule):
 
 
 class Target(StopRule):
-    """Good enough: a value, or a share of the teachers' own level."""
+    """Stops at a target: a value, or a share of the teachers' own score."""
 
     name = "target"
     value: float | None = Field(None, ge=0, le=1, description="the metric to reach")

@@ -1,4 +1,4 @@
-"""A term of the objective: what all forms have in common. The forms themselves are its subclasses.
+"""The base class of the objective's terms. The forms are its subclasses:
 
 direct            divergence to the teacher, at every token of the chosen authors
 policy_gradient   sampled token: an advantage (teacher log-ratio, outcome, both) times a surrogate's ratio
@@ -35,14 +35,14 @@ if TYPE_CHECKING:
     from opd.records import Rollout
 
 
-# A coefficient that changes with the step.
+# --- Coefficients that change with the step ---
 
 
 Moment = Positive | Literal["plateau"]
 
 
 class Schedule(BaseModel):
-    """A coefficient that changes with the step. A plain number is one that does not."""
+    """A coefficient that changes with the step. A plain number stays constant."""
 
     model_config = SETTINGS
     value: float = 1.0
@@ -62,7 +62,7 @@ class Schedule(BaseModel):
         return self
 
     def __str__(self) -> str:
-        """The number, and that it changes."""
+        """The value, followed by `…` if it changes."""
         moving = (self.to, self.until, self.after) != (None, None, None)
         return f"{self.value:g}{'…' if moving else ''}"
 
@@ -72,7 +72,7 @@ class Schedule(BaseModel):
         return self.value == 0 and not self.to
 
     def at(self, step: int, plateau: int | None) -> float:
-        """The coefficient of a step, counted from 1. `plateau`: the step after which evaluation stopped improving."""
+        """The coefficient at a step, counted from 1. `plateau`: the step after which evaluation stopped improving."""
         first = 0
         if self.until is not None:
             end = plateau if self.until == "plateau" else self.until
@@ -88,11 +88,10 @@ class Schedule(BaseModel):
         return self.value + (self.to - self.value) * min((step - first - 1) / max(self.over - 1, 1), 1.0)
 
 
-# The one place that masks and divides.
+# --- Token weights: masks and denominators ---
 #
-# Each token of the whole batch gets a weight, before the batch is cut into micro-batches; a term's loss is then a plain
-# weighted sum, and no way of cutting, padding or packing can change it. The denominators are global sums, so several
-# processes only have to all-reduce them.
+# Every token gets a weight before the batch is split, so a term's loss is a plain weighted sum that does not depend on
+# micro-batches, padding or packing. The denominators are global sums, so several processes only need to all-reduce them.
 
 
 Aggregate = Literal["token_mean", "sequence_mean", "prompt_mean", "constant"]
@@ -101,15 +100,16 @@ Aggregate = Literal["token_mean", "sequence_mean", "prompt_mean", "constant"]
 def token_weights(
     masks: Sequence[np.ndarray], groups: Sequence[str], aggregate: Aggregate, denominator: float = 1.0
 ) -> list[np.ndarray]:
-    """Weight of every token of every rollout. `masks` (T,) per rollout: bool, or the part of one that a token counts for; `groups`
-    names each rollout's prompt.
+    """Weight of every token of every rollout.
+
+    `masks`: (T,) per rollout, bool, or the fraction of 1 that a token counts for. `groups` names each rollout's prompt.
 
     token_mean      every token counts alike
     sequence_mean   every rollout counts alike, tokens alike within it
     prompt_mean     every prompt counts alike, tokens alike within its rollouts
     constant        the sum over tokens, divided by a constant
 
-    Where several tokens are one event (`CrossedTerm`), they count for parts of 1, and these are means over events.
+    If several tokens are one event (`CrossedTerm`), each counts for a fraction of 1, and the means are over events.
 
     >>> [w.tolist() for w in token_weights([np.ones(1, bool), np.ones(3, bool)], ["a", "b"], "token_mean")]
     [[0.25], [0.25, 0.25, 0.25]]
@@ -148,23 +148,23 @@ def pair_weights(
     return [1.0 / len(counts) / counts[group] for group in groups]
 
 
-SOME = 1e-6  # a share of the prompts that nobody knows beforehand
+SOME = 1e-6  # stands for a positive share of prompts that is not known in advance
 AuthorName = Literal["student", "teacher", "data"]
 
 
 class Term(Choice):
-    """One summand of the objective. A form of your own is a subclass with `loss`, and `needs` if it asks a teacher."""
+    """One summand of the objective. For your own form, subclass and define `loss`, and `form_needs` if it uses a teacher."""
 
     family = "form"
     key = "form"
     usual_authors: ClassVar[tuple[AuthorName, ...]] = ("student", "teacher", "data")
     by_ratio: ClassVar[bool] = (
-        False  # needs the log-prob a token was sampled with, so it trains on the student's tokens alone
+        False  # needs the log-prob that a token was sampled with, so it trains only on the student's tokens
     )
 
     crosses: ClassVar[frozenset[SignalKind]] = (
         frozenset()
-    )  # signals that it can use of a teacher with another tokenizer
+    )  # signals that it can use from a teacher with another tokenizer
 
     role: str = Field("teacher", description="whose signal")
     on: list[AuthorName] | None = Field(
@@ -198,10 +198,10 @@ class Term(Choice):
             raise ValueError(f"{self.name} trains only on tokens that the student sampled, so `on` must be [student]")
         return self
 
-    # What it asks for
+    # --- Requirements ---
 
     def needs(self, updates: int = 1) -> Needs:
-        """Of the form and its gates.
+        """Requirements of the form and its gates.
 
         `updates`: optimiser steps per batch; with one, the proximal policy is the current one.
         """
@@ -219,30 +219,30 @@ class Term(Choice):
 
     @property
     def advantages(self) -> Sequence[AdvantagePart]:
-        """Parts of the advantage that it weighs tokens by, if it does."""
+        """Parts of the advantage, if it uses one."""
         return ()
 
     def joined(self, terms: Sequence[Term]) -> Term:
-        """The term as one of these, the whole objective: where it takes something over from another."""
+        """The term as part of the whole objective `terms`, for settings that it takes from another term."""
         return self
 
     @property
     def roles(self) -> tuple[str, ...]:
-        """Roles of the models that have to score its tokens."""
+        """Roles of the models that must score its tokens."""
         return tuple(dict.fromkeys(role for role, _ in self.needs().possible))
 
     def advice(self, offers: Collection[SignalKind]) -> str:
-        """What to do where a teacher that offers these cannot give what the term needs."""
+        """Advice for the user if a teacher with these offers cannot provide what the term needs."""
         return "Use another form of loss, or another kind of teacher."
 
     @property
     def minimises(self) -> str:
-        """The divergence to its role's model that it minimises, if it does."""
+        """Name of the divergence to its role's model that it minimises; empty if none."""
         return ""
 
     @property
     def plain_kl(self) -> str:
-        """The same, where a divergence stands at an end of its range by the name of the KL that it is there."""
+        """Like `minimises`, but a divergence whose parameter makes it a plain KL has the name of that KL."""
         return self.minimises
 
     @property
@@ -250,20 +250,20 @@ class Term(Choice):
         return self.usual_authors if self.on is None else tuple(self.on)
 
     def authors_beside_student(self, rollout: Any) -> list[str]:
-        """Others whose tokens it trains on and that the rollouts have."""
+        """Authors other than the student that it trains on and that the rollouts contain."""
         present = present_authors(rollout)
         return [author for author in self.authors if author != "student" and present[author] > 0]
 
     @property
     def compares_with_sampler(self) -> bool:
-        """Whether it needs to know how likely a token was when it was sampled."""
+        """Whether it needs the log-prob that a token was sampled with."""
         return any(gate.by_student for gate in self.gate)
 
     def corrected(self) -> Term:
-        """For a sampler whose log-probs are not the trainer's: with a correction, where it names none and takes one."""
+        """For a sampler whose log-probs differ from the trainer's: add a default correction if the form supports one."""
         return self
 
-    # Mistakes
+    # --- Checks ---
 
     @property
     def parts(self) -> Iterable[Choice]:
@@ -288,22 +288,22 @@ class Term(Choice):
         for part in self.parts:
             yield from part.refuse(inner)
 
-    # What it does
+    # --- The loss ---
 
     def leaves_out(self, batch: Batch) -> set[str]:
         """Ids of rollouts that it must not train on."""
         return set()
 
     def prepare(self, prepared: PreparedTerm) -> Any:
-        """What has to see the whole batch before it is cut up; kept as `prepared.state`."""
+        """Compute what needs the whole batch before it is split; kept as `prepared.state`."""
         return None
 
     def counts(self, prepared: PreparedTerm, rollouts: Sequence[Rollout]) -> list[np.ndarray]:
-        """(T,) per rollout: how much each token adds to what `aggregate` divides by."""
+        """(T,) per rollout: how much each token adds to the denominator of `aggregate`."""
         return [prepared.counted[rollout.id] for rollout in rollouts]
 
     def weights(self, prepared: PreparedTerm, rollouts: Sequence[Rollout]) -> dict[str, np.ndarray]:
-        """Of every token of an update's rollouts, by rollout id: `weight_N` of the loss, and its only denominators."""
+        """Rollout id -> (T,) token weights of an update: `weight_N` of the loss, with all denominators included."""
         masks, groups = self.counts(prepared, rollouts), [rollout.group for rollout in rollouts]
         weights = token_weights(masks, groups, self.aggregate, self.denominator)
         return {
@@ -313,7 +313,7 @@ class Term(Choice):
 
     @abstractmethod
     def loss(self, prepared: PreparedTerm, micro: MicroBatch, weight_N: np.ndarray) -> Tensor:
-        """Of one micro-batch, in which no group or pair is split: the sum over tokens of weight times loss."""
+        """Sum over a micro-batch's tokens of weight times loss. No group or pair is split across micro-batches."""
         raise NotImplementedError
 
 
@@ -364,13 +364,13 @@ def present_authors(rollout: Any) -> dict[str, float]:
 
 
 def refusals(view: StageView) -> list[str]:
-    """Every mistake of an objective that the recipe alone can show."""
+    """Every mistake in the objective that can be found from the recipe alone."""
     where = ["objective" if len(view.terms) == 1 else f"objective term {number}" for number in range(len(view.terms))]
     return [f"{place}: {text}" for place, term in zip(where, view.terms, strict=True) for text in term.refuse(view)]
 
 
 def module_mistakes(terms: Sequence[Term], modules: Collection[str]) -> list[str]:
-    """Modules that a term names and that are not there, and those that no term uses."""
+    """Messages about modules that a term names but that do not exist, and about modules that no term uses."""
     used = dict.fromkeys(name for term in terms for name in term.modules())
     known = ", ".join(modules) or "none"
     missing = [

@@ -1,11 +1,11 @@
-"""Values: what a state is worth, learnt by a module beside the student. PPO's advantage and the loss that teaches the values.
+"""Values of states, learnt by a module alongside the student: PPO's advantage, and the loss that trains the values.
 
     r_t   reward of token t: the answer's reward at the student's last token, minus reference_weight * (log S - log reference)
     V_t   value of the state that predicts token t, before the first update on the batch
     A_t   sum over i >= t of (gamma * lam)^(i-t) * (r_i + gamma * V_{i+1} - V_i): generalised advantage estimation
-    R_t   A_t + V_t: what the value should have been
+    R_t   A_t + V_t: the target of the value
 
-Only tokens of the student count: where another author writes, V' and the sum after it are carried on.
+Only the student's tokens count. Tokens by other authors are skipped: the next value and sum carry over.
 
 Axis legend: T = tokens of one response, N = response tokens of a micro-batch.
 """
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 class GeneralisedAdvantage(AdvantagePart):
-    """Of the outcome reward, against the values of a module (GAE)."""
+    """Generalised advantage estimation (GAE): the outcome reward, compared with the values of a module."""
 
     name = "gae"
     module: Word = Field(
@@ -73,7 +73,7 @@ class GeneralisedAdvantage(AdvantagePart):
         return AdvantageEstimate(advantages, returns)
 
     def _rewards(self, batch: Batch, rollout: Rollout) -> np.ndarray:
-        """(T,) reward of each token. The outcome is that of the student's last one."""
+        """(T,) reward of each token. The outcome reward goes to the student's last token."""
         own = np.flatnonzero(rollout.author == Author.STUDENT)
         rewards = np.zeros(rollout.response_ids.size)
         if self.reference_weight:
@@ -85,7 +85,7 @@ class GeneralisedAdvantage(AdvantagePart):
         return rewards
 
     def prepare(self, tokens: SampledTokens) -> dict[str, np.ndarray]:
-        """Over the whole batch, so that whitening does not depend on how it is cut up."""
+        """Computed over the whole batch, so that whitening does not depend on micro-batches."""
         found = self.estimate(tokens.batch).advantages
         if not self.whiten:
             return found
@@ -98,7 +98,7 @@ class GeneralisedAdvantage(AdvantagePart):
 
 
 def gae(rewards_T: np.ndarray, values_T: np.ndarray, own_T: np.ndarray, gamma: float, lam: float) -> np.ndarray:
-    """(T,) advantages of the student's tokens, 0 at others', which are passed over.
+    """(T,) advantages of the student's tokens; other tokens are skipped and have 0.
 
     >>> gae(np.array([0.0, 9.0, 1.0]), np.array([0.5, 9.0, 0.25]), np.array([True, False, True]), 1.0, 1.0).tolist()
     [0.5, 0.0, 0.75]
@@ -111,7 +111,7 @@ def gae(rewards_T: np.ndarray, values_T: np.ndarray, own_T: np.ndarray, gamma: f
 
 
 class ValueLoss(Term):
-    """Half the squared distance to the returns of the advantage `gae` that reads the same module, clipped around old values."""
+    """Half the squared distance to the returns of the `gae` advantage of the same module, clipped around the old values."""
 
     name = "value"
     usual_authors = ("student",)
@@ -127,7 +127,7 @@ class ValueLoss(Term):
     _estimator: AdvantagePart | None = PrivateAttr(None)
 
     def joined(self, terms: Sequence[Term]) -> Term:
-        """Returns are those of the advantage that compares with these values, whether its term counts at a step or not."""
+        """Use the returns of the advantage that reads the same module, even if its term is inactive at a step."""
         found = self.model_copy()
         found._estimator = self._advantage(terms)
         return found
@@ -173,7 +173,7 @@ class ValueLoss(Term):
 
 
 def value_losses(now: Tensor, old: Tensor, returns: Tensor, clip: float | None) -> tuple[Tensor, Any]:
-    """(N,) losses 1/2 max((V - R)^2, (clip(V, V_old - c, V_old + c) - R)^2), and where the clip acts (None: it never does)."""
+    """(N,) losses 1/2 max((V - R)^2, (clip(V, V_old - c, V_old + c) - R)^2), and where the clip acts (None: no clip)."""
     import torch
 
     plain = (now - returns) ** 2

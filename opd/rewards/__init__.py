@@ -1,4 +1,4 @@
-"""Rewards for finished answers, and the workers they run in."""
+"""Rewards for finished answers, and the workers that run them."""
 
 from opd.rewards.reward import Reward, Rewards
 from opd.rewards.rewarder import Rewarder, check_rewards, verify

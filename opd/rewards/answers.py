@@ -1,4 +1,4 @@
-"""Finding the answer in a text, and reading numbers. Pure Python, linear in the text, raises nothing on garbage."""
+"""Finding the answer in a text, and reading numbers. Pure Python, linear in the text, never raises on garbage."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from decimal import Decimal
 from fractions import Fraction
 from typing import Any, NamedTuple
 
-LONGEST = 20_000  # characters from the end in which a number is looked for
-DIGITS = 400  # a longer number, or a larger exponent, is no answer
+LONGEST = 20_000  # characters at the end that are searched for a number
+DIGITS = 400  # a longer number, or a larger exponent, is not an answer
 FENCE = re.compile(r"^[ \t]*```[ \t]*([\w+-]*)[^\n]*\n(.*?)^[ \t]*```", re.MULTILINE | re.DOTALL)
 FRACTION = re.compile(r"\\[dt]?frac\{([-+]?[\d.,]+)\}\{([\d.,]+)\}")
 NUMBER = re.compile(
@@ -33,12 +33,12 @@ class Number(NamedTuple):
 
 
 def written(reference: Any) -> str:
-    """A reference as text; an integer of any length, too."""
+    """A reference as text, including integers of any length."""
     return str(Decimal(reference)) if type(reference) is int else str(reference)
 
 
 def boxed(text: str) -> str | None:
-    r"""The content of the last \boxed{…} whose braces close.
+    r"""The content of the last \boxed{…} with closed braces.
 
     >>> boxed(r"so \boxed{\frac{1}{2}}.")
     '\\frac{1}{2}'
@@ -55,7 +55,7 @@ def boxed(text: str) -> str | None:
 
 
 def solution_end(text: str) -> str | None:
-    r"""What a worked solution says at its end: after `####`, as in GSM8K, or in \boxed{…}. None: the text is no such solution.
+    r"""The final answer of a worked solution: after `####`, as in GSM8K, or in \boxed{…}. None: not a worked solution.
 
     >>> solution_end("3 * 4 = <<3*4=12>>12\n#### 12")
     '12'
@@ -74,16 +74,16 @@ def blocks(text: str) -> list[tuple[str, str]]:
 
 
 def extract(text: str, how: str) -> str | None:
-    """Where the answer stands: `all`, `last_line` or `boxed`. None: it is not there."""
+    """Extracts the answer: `all`, `last_line` or `boxed`. None: not found."""
     if how == "boxed":
         return boxed(text)
     return last_line(text) if how == "last_line" else text.strip()
 
 
 def last_number(text: str, *, alone: bool = False) -> Number | None:
-    r"""Reads 1,234.5 · −3 · 2/3 · \frac{2}{3} · 1.5e3 · 1.5 \times 10^{3} · 50% · $20. None: no number, or out of all bounds.
+    r"""Reads 1,234.5 · −3 · 2/3 · \frac{2}{3} · 1.5e3 · 1.5 \times 10^{3} · 50% · $20. None: no number, or far too long.
 
-    `alone`: nothing may stand beside it.
+    `alone`: the text must be the number and nothing else.
 
     >>> last_number("from 1,200 to 50%")
     Number(value=Fraction(50, 1), percent=True)
@@ -116,7 +116,7 @@ def _number(match: re.Match[str]) -> Number | None:
 
 
 def close(answer: Number, reference: Number, relative: float, absolute: float) -> bool:
-    """Equal within the larger tolerance. A percentage is read both ways: 50% is 50 and 0.5."""
+    """Whether both are equal within the larger tolerance. A percentage is read both ways: 50% is 50 and 0.5."""
     scales = [Fraction(1)]
     if answer.percent != reference.percent:
         scales.append(Fraction(1, 100) if answer.percent else Fraction(100))
@@ -125,7 +125,7 @@ def close(answer: Number, reference: Number, relative: float, absolute: float) -
 
 
 def normalise(text: str, ignore: Sequence[str]) -> str:
-    """What is left when some differences do not count.
+    """Removes differences that do not count.
 
     >>> normalise(" The Cat. ", ["case", "punctuation", "articles", "space"])
     'cat'
@@ -139,11 +139,9 @@ def normalise(text: str, ignore: Sequence[str]) -> str:
     return "".join(text.split()) if "space" in ignore else text.strip()
 
 
-# Libraries that evaluate an answer get arithmetic to evaluate, and nothing else.
-#
-# Some of reasoning-gym's scorers call `eval(answer)`, others sympy's `parse_expr`, which does the same behind a few
-# transformations. In a worker both are replaced: an answer must be numbers, names, operators, a known function, or a list of
-# those; anything else is refused before it runs, as a text that cannot be read.
+# --- Safe evaluation: libraries that evaluate an answer may only do arithmetic ---
+# Some of reasoning-gym's scorers call `eval(answer)` or sympy's `parse_expr`, which evals after a few transformations. In a worker
+# both are replaced: anything but numbers, names, operators, known functions and lists of these is rejected before it runs.
 
 
 FUNCTIONS = frozenset(
@@ -202,7 +200,7 @@ LONGEST_EXPRESSION = 100_000  # characters
 
 
 def checked(text: Any, functions: frozenset[str] = frozenset(), *, words: bool = False) -> ast.Expression:
-    """The tree of an expression that cannot do anything but calculate. ValueError: it could."""
+    """Parses an expression that can only calculate. Raises ValueError for any other."""
     if not isinstance(text, str) or len(text) > LONGEST_EXPRESSION:
         raise ValueError("not an expression")
     try:
@@ -224,7 +222,7 @@ def checked(text: Any, functions: frozenset[str] = frozenset(), *, words: bool =
 
 
 def calculate(text: Any, *_: Any) -> Any:
-    """Instead of `eval`: literals and what operators make of them.
+    """Replaces `eval`: evaluates literals and operators.
 
     >>> calculate("[[0, 1], [1 + 1, 'x']]")
     [[0, 1], [2, 'x']]
@@ -233,7 +231,7 @@ def calculate(text: Any, *_: Any) -> Any:
 
 
 def guard_reasoning_gym() -> None:
-    """Once per worker, before it sees an answer."""
+    """Called once per worker, before it sees an answer."""
     import reasoning_gym
     import sympy
     from sympy.parsing import sympy_parser

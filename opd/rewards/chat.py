@@ -1,6 +1,6 @@
-"""A model behind a chat endpoint says how good an answer is, with a digit: 0 to 9. It needs no walls, but many questions at once.
+"""A model on a chat endpoint grades an answer with a digit, 0 to 9. Needs no sandbox; many questions are sent at once.
 
-What it says is text. Where no single digit can be read in it there is no reward: the sample is masked and counted, never 0.
+If its reply does not contain a single digit there is no reward: the sample is masked and counted, never 0.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _ALONE = re.compile(r"(?<![\w.])(?<!\B-)(\d+(?:\.\d+)?)(?:\s*/\s*(?:9|10))?(?![\
 
 
 def digit_of(text: str) -> int | None:
-    """The score that a reply gives: a digit after `score`, else the only number in it. None: it gives none.
+    """The score in a reply: a digit after `score`, else the only number in it. None: no score.
 
     >>> [digit_of(text) for text in ("7", "Score: 8", "It is a 3.", "10", "4 or 5", "-3", "fine")]
     [7, 8, 3, None, None, None, None]
@@ -46,7 +46,7 @@ def digit_of(text: str) -> int | None:
 
 
 class ChatReward(RewardKind):
-    """The digit over 9."""
+    """A model on a chat endpoint grades the answer from 0 to 9; the reward is the grade divided by 9."""
 
     name = "chat"
     sees_prompt = True
@@ -93,7 +93,7 @@ class ChatReward(RewardKind):
 
 
 class ChatRewards:
-    """An open endpoint. Replies that hold no digit are counted."""
+    """An open endpoint. Counts replies without a digit."""
 
     def __init__(self, kind: ChatReward, chat: Chat) -> None:
         self._kind, self._chat, self._unparsed = kind, chat, 0

@@ -2,7 +2,7 @@
 
 `cases` in the prompt's fields are dicts: {input, output} feeds stdin and compares stdout; {call, output} evaluates an
 expression. `tests` is Python: assert statements, or a `check(candidate)` with `entry_point`. The program never sees any of
-it: output is compared out here, and expressions and asserts are evaluated in another process than its own (`harness`).
+them: output is compared in this process, and expressions and asserts are evaluated in a separate process (`harness`).
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from opd.rewards.reward import RewardKind, Sandbox, sandbox_here
 from opd.sandbox.harness import decode
 
 HARNESS = Path(sandbox.__file__).with_name("harness.py")
-MISTAKES = (ValueError, SyntaxError, KeyError, TypeError, IndexError, RecursionError, MemoryError)  # of tests
+MISTAKES = (ValueError, SyntaxError, KeyError, TypeError, IndexError, RecursionError, MemoryError)  # errors in tests
 PYTHON = ("python", "py", "python3", "")
 
 
 class Code(RewardKind):
-    """The last Python block passes its tests."""
+    """Runs the last Python block against the prompt's tests in the sandbox."""
 
     name = "code"
     partial: bool = Field(False, description="reward the share of passed tests instead of all or nothing")
@@ -46,7 +46,7 @@ class Code(RewardKind):
         sandbox_here(sandbox if self.sandbox == "auto" else self.sandbox)
 
     def limit(self, sample: Sample) -> float:
-        """Programs have their own limit in the sandbox: this one is the second net."""
+        """A second limit: programs have their own in the sandbox."""
         return self.time_limit * test_count(sample.prompt.fields) + sandbox.START
 
     def reward(self, sample: Sample) -> RewardResult:
@@ -69,15 +69,14 @@ def last_program(text: str) -> str | None:
 
 
 def test_count(fields: Mapping[str, Any]) -> int:
-    """How many runs a program may need at most: what its time limit is multiplied by."""
+    """The most runs that a program may need; multiplies its time limit."""
     cases = fields.get("cases")
     return 1 + (len(cases) if isinstance(cases, (list, tuple)) else str(cases).count("input"))
 
 
 def _checks(fields: Mapping[str, Any]) -> tuple[list[dict[str, Any]], str]:
-    """Every check as {input, output}, {call, output} or {run}, the last only where nothing can be compared out here.
-
-    And what has to run between the program and its checks.
+    """Every check as {input, output}, {call, output} or {run} (only if there is no value to compare here), and the code that
+    must run between the program and its checks.
     """
     found: list[dict[str, Any]] = []
     prepare: list[str] = []
@@ -110,7 +109,7 @@ def _defines(node: ast.stmt) -> bool:
 
 
 def _assertion(statement: ast.Assert) -> dict[str, Any]:
-    """`assert CALL == LITERAL` is a call whose value is compared out here; any other is run as it is."""
+    """Turns `assert CALL == LITERAL` into a call with a value to compare here. Any other assert runs as it is."""
     condition = statement.test
     if isinstance(condition, ast.Compare) and len(condition.ops) == 1 and isinstance(condition.ops[0], ast.Eq):
         try:
@@ -154,7 +153,7 @@ class _Run:
         return RewardResult(share if self.spec.partial else float(share == 1.0), feedback=feedback)
 
     def _harness(self, checks: list[dict[str, Any]]) -> RewardResult:
-        """All expressions and asserts in one go. Reward: the share that passed."""
+        """Runs all expressions and asserts at once. Reward: the share that passed."""
         work = [{key: check[key]} for check in checks for key in ("call", "run") if key in check]
         files = {"harness.py": HARNESS.read_text(encoding="utf-8")}
         outcome = self._start(["harness.py"], files, json.dumps({**self.task, "work": work}).encode(), processes=1)
@@ -176,7 +175,7 @@ class _Run:
     def _start(
         self, arguments: list[str], files: Mapping[str, str], stdin: bytes, processes: int = 0
     ) -> sandbox.Outcome:
-        """`processes` beside the program's own."""
+        """`processes`: allowed in addition to the program's own."""
         command = [sandbox.python(), "-I", "-B", *arguments]
         limits = replace(self.limits, processes=self.limits.processes + processes)
         return sandbox.run_program(command, kind=self.kind, limits=limits, files=files, stdin=stdin)
@@ -194,7 +193,7 @@ def _story(outcome: sandbox.Outcome) -> str:
 
 
 def _same_text(said: str, wanted: str) -> bool:
-    """Line by line, white space at the ends of lines and of the whole aside."""
+    """Compares line by line, ignoring white space at line ends and around the whole text."""
     ours, theirs = ([line.rstrip() for line in text.strip().splitlines()] for text in (said, wanted))
     return ours == theirs
 

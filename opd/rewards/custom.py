@@ -1,4 +1,4 @@
-"""A function of one's own as a reward, in a file beside the recipe or in a module on the Python path."""
+"""Your own function as a reward, in a file next to the recipe or in a module on the Python path."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from opd.rewards.reward import DEFAULT, Reward, RewardKind, Rewards, function_mi
 
 
 class Custom(Reward):
-    """The function gives a number, a `RewardResult`, or None."""
+    """Calls your function, which returns a number, a `RewardResult`, or None."""
 
     name = "custom"
     function: str = Field(description="module:function or file.py:function, called with one sample")
@@ -30,7 +30,7 @@ class Custom(Reward):
     _code: bytes | None = PrivateAttr(None)
 
     def __eq__(self, other: object) -> bool:
-        """By its settings: whether its file was read already makes no difference."""
+        """Compares settings only, not whether the file was already read."""
         return isinstance(other, Custom) and self.model_dump() == other.model_dump()
 
     def __hash__(self) -> int:
@@ -71,7 +71,7 @@ class Custom(Reward):
             )
 
     def file(self) -> Path | None:
-        """`file.py:function`, or the module's file where Python would find it."""
+        """The file of `file.py:function`, or of the module if Python finds it."""
         module = self.function.rpartition(":")[0]
         if module.endswith(".py"):
             path = Path(module).expanduser()
@@ -79,12 +79,12 @@ class Custom(Reward):
         try:
             spec = importlib.util.find_spec(module)
         except (ImportError, ValueError):
-            return None  # the check of rewards says so
+            return None  # `check_rewards` reports it
         return Path(spec.origin) if spec is not None and spec.has_location and spec.origin else None
 
     def read_code(self) -> bytes | None:
         path = self.file()
-        if path is None or path.suffix != ".py":  # an extension module, or one without its source
+        if path is None or path.suffix != ".py":  # an extension module, or no source
             return None
         try:
             self._code = path.read_bytes()
@@ -110,9 +110,9 @@ class Custom(Reward):
 
 @cache
 def find_function(name: str, code: bytes | None) -> Callable[[Sample], RewardResult | float | None]:
-    """`module:function`, or `file.py:function`, which finds the modules next to its file too.
+    """Loads `module:function`, or `file.py:function`, which can also import modules next to its file.
 
-    `code` is what runs, not the file and not its `__pycache__`; None: a module without source, which Python imports.
+    Runs `code` rather than the file or its `__pycache__`; None: a module without source, which Python imports.
     """
     module_name, _, attribute = name.rpartition(":")
     if module_name.endswith(".py"):
@@ -135,19 +135,18 @@ def find_function(name: str, code: bytes | None) -> Callable[[Sample], RewardRes
     return found
 
 
-# Python callables as rewards: `opd.run(recipe, rewards=f)`.
-#
-# A callable that was made in a notebook can be imported nowhere else, so its workers are forks of the process it was made in. A
-# recipe holds its name alone, and whoever goes on with the run has to give it again.
+# --- Python callables as rewards: `opd.run(recipe, rewards=f)` ---
+# A callable from a notebook cannot be imported elsewhere, so its workers are forks of its process. A recipe holds only its name:
+# pass it again to resume the run.
 
 
 RewardFunction = Callable[[Sample], RewardResult | float | None]
 GivenRewards = RewardFunction | Mapping[str, RewardFunction]  # for every domain, or by domain
-known: dict[str, RewardFunction] = {}  # in a forked worker: what it was forked for
+known: dict[str, RewardFunction] = {}  # in a forked worker: its functions
 
 
 class PythonCallable(Reward):
-    """A callable of one sample, by name."""
+    """Calls a Python callable with one sample; the recipe holds its name."""
 
     name = "python callable"
     from_python = True
@@ -155,7 +154,7 @@ class PythonCallable(Reward):
     _given: RewardFunction | None = PrivateAttr(None)
 
     def __eq__(self, other: object) -> bool:
-        """By name: the callable itself is no part of a recipe."""
+        """Compares names: the callable itself is not part of a recipe."""
         return isinstance(other, PythonCallable) and self.model_dump() == other.model_dump()
 
     def __hash__(self) -> int:
@@ -199,7 +198,7 @@ def callables(rewards: Rewards) -> Iterator[RewardKind]:
 
 
 def with_callables(rewards: Rewards, given: GivenRewards) -> Rewards:
-    """One callable rewards every domain; by domain they stand before what the recipe has for it."""
+    """One callable replaces the recipe's rewards. Callables by domain override the recipe in those domains."""
     by_domain = given if isinstance(given, Mapping) else {DEFAULT: given}
     if not by_domain or not all(isinstance(domain, str) and callable(one) for domain, one in by_domain.items()):
         raise RecipeError(f"rewards: expected a function of one sample, or {{domain: function}}, got {given!r}.")

@@ -1,7 +1,7 @@
 """Worker processes that can be killed: a reward that hangs costs one sample, never the run. No threads, no signals.
 
-`kind` says what a pool's workers stand behind: the walls of a sandbox, or none; `fork`: they are forks of this process. Workers start when first needed, stay, and
-end with this process; answers that may do harm are rewarded in a fork of their worker (`worker`).
+`kind` is the sandbox of a pool's workers, `none`, or `fork` for forks of this process. Workers start when first needed and end
+with this process. Answers that may do harm are rewarded in a fork of their worker (`worker`).
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ from opd.sandbox.walls import resident
 
 START = 120.0  # seconds for a worker to start or to load a reward
 LONGEST_REPLY = 1 << 20
-TRIES = 2  # workers for one sample, if the first one dies with it
-SLACK = 10.0  # seconds beyond twice its limit after which a worker that keeps the time itself is given up
-TICK = 0.2  # seconds between two looks at the memory of workers behind walls
+TRIES = 2  # workers tried for one sample if they die
+SLACK = 10.0  # seconds beyond twice its limit after which a worker that keeps its own time is killed
+TICK = 0.2  # seconds between two memory checks of sandboxed workers
 log = logging.getLogger("opd.rewards")
 
 
 @dataclass
 class Errand:
-    """One sample to reward. `own_time`: the worker forks and keeps the limit itself."""
+    """One sample to reward. `own_time`: the worker forks and enforces the limit itself."""
 
     message: bytes
     bounds: tuple[float, float]
@@ -54,7 +54,7 @@ class Errand:
 
 
 class Worker:
-    """One process, and what passes through its pipes. States: starting, idle, loading, rewarding."""
+    """One process and its pipes. States: starting, idle, loading, rewarding."""
 
     def __init__(self, kind: str, functions: Mapping[str, RewardFunction]) -> None:
         self.status: int | None = None
@@ -88,10 +88,10 @@ class Worker:
         except BlockingIOError:
             pass
         except BrokenPipeError:
-            self.pending = memoryview(b"")  # the end of its output tells the rest
+            self.pending = memoryview(b"")  # the end of its output is handled by the reader
 
     def end(self) -> str:
-        """Kill it and all it started. Gives what it last said, for a worker that could not start."""
+        """Kills it and everything it started. Returns its last output, for workers that could not start."""
         sandbox.kill(self.process)
         said = b""
         if not self.ready and self.process.stderr is not None:
@@ -117,14 +117,14 @@ class Pool:
         self.confined = kind not in ("none", "fork")
         self.size = size or max(1, min(8, os.cpu_count() or 1))
         self.workers: list[Worker] = []
-        self.failures = 0  # starts that failed, in a row
+        self.failures = 0  # consecutive failed starts
         self._lock = threading.Lock()
-        self._path = list(sys.path)  # that its workers began with
+        self._path = list(sys.path)  # when its workers started
 
     def run(self, errands: Sequence[Errand]) -> None:
-        """Reward every sample, each within its limit. Replies are left on the errands."""
+        """Rewards every sample within its limit. Replies are stored on the errands."""
         with self._lock, selectors.DefaultSelector() as selector:
-            if self._path != sys.path and self.kind != "fork":  # a module may lie where they do not look
+            if self._path != sys.path and self.kind != "fork":  # workers may not find a new module
                 self.close()
                 self._path = list(sys.path)
             if not self.workers:
@@ -139,11 +139,11 @@ class Pool:
         starting = sum(not worker.ready for worker in self.workers)
         for worker in idle[: len(waiting)]:
             worker.give(waiting.popleft())
-        missing = self.size - len(self.workers)  # forks all begin at once, before this process grows
+        missing = self.size - len(self.workers)  # start all forks at once, before this process grows
         for _ in range(missing if self.kind == "fork" else min(len(waiting) - starting, missing)):
             try:
                 self.workers.append(Worker(self.kind, self.functions))
-            except OSError as error:  # no memory or no descriptors left for another process
+            except OSError as error:  # no memory or descriptors for another process
                 if not self.workers:
                     self._unstarted(waiting, str(error))
                 return
@@ -175,7 +175,7 @@ class Pool:
                 self._lost(worker, waiting, "ran out of memory")
 
     def _read(self, worker: Worker) -> bool:
-        """Take what a worker wrote. False: it is gone, or talks nonsense."""
+        """Reads a worker's output. False: it has died, or its output is invalid."""
         try:
             chunk = os.read(worker.output, 65536)
         except BlockingIOError:
@@ -203,7 +203,7 @@ class Pool:
         return True
 
     def _lost(self, worker: Worker, waiting: deque[Errand], how: str = "died") -> None:
-        """A worker died. Another one gets its sample; if that dies too, it is the answer's doing."""
+        """Handles a dead worker. Another one gets its sample; if that dies too, the answer is to blame."""
         errand, self.workers = worker.errand, [other for other in self.workers if other is not worker]
         said = worker.end()
         if errand is None:
@@ -229,7 +229,7 @@ class Pool:
             )
 
     def _unstarted(self, waiting: deque[Errand], said: str) -> None:
-        """A worker could not start. Once may be bad luck; after that what waits is given up, not the run."""
+        """Handles a worker that could not start. After repeated failures the waiting samples fail, not the run."""
         self.failures += 1
         if self.failures < TRIES:
             return
@@ -246,14 +246,14 @@ class Pool:
 
 @cache
 def pool(kind: str) -> Pool:
-    """The pool that rewards of this process share."""
+    """The pool shared by the rewards of this process."""
     return Pool(kind)
 
 
-# Starts the processes rewards run in. They find their packages where this process found them, wherever that is.
+# --- Starting worker processes; they find packages where this process found them ---
 
 
-PACKAGE = "/opd-package"  # where confined workers find opd, and packages that no entry of sys.path holds
+PACKAGE = "/opd-package"  # where confined workers find opd, and packages outside of sys.path
 ROOTS = (
     "numpy",
     "pydantic",
@@ -261,8 +261,8 @@ ROOTS = (
     "sympy",
     "math_verify",
     "reasoning_gym",
-)  # what confined workers import themselves
-MEMORY = 4 << 30  # bytes of a confined worker, all its processes together
+)  # imported by confined workers
+MEMORY = 4 << 30  # bytes of a confined worker, including all its processes
 PROCESSES = 6
 BOOT = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]) or sys.path; sys.path += json.loads(sys.argv[2]); "
@@ -271,7 +271,7 @@ BOOT = (
 
 
 def unconfined() -> subprocess.Popen[bytes]:
-    """A worker with all rights of this user."""
+    """Starts a worker with all rights of this user."""
     path = [os.path.abspath(entry) for entry in sys.path]
     source = str(Path(__file__).resolve().parents[2])
     command = [sys.executable, "-P", "-c", BOOT, json.dumps(path), json.dumps([source]), str(os.getpid())]
@@ -286,7 +286,7 @@ def unconfined() -> subprocess.Popen[bytes]:
 
 
 class Fork:
-    """A worker that is a fork of this process, and so has its functions; else it is what `Popen` would give."""
+    """A worker that is a fork of this process, and so has its functions. Otherwise it behaves like `Popen`."""
 
     stderr = None
 
@@ -295,12 +295,12 @@ class Fork:
         replies, answers = os.pipe()
         owner = os.getpid()
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # of forks beside threads: the child needs none of them
+            warnings.simplefilter("ignore", DeprecationWarning)  # forks with threads: the child needs no threads
             self.pid = os.fork()
         if not self.pid:
             try:
                 serve_fork(asked, answers, functions, owner)
-            finally:  # whatever happens, the fork must not go on as the process it came from
+            finally:  # the fork must never continue as a copy of its parent
                 os._exit(0)
         os.close(asked)
         os.close(answers)
@@ -316,7 +316,7 @@ class Fork:
 
 
 def confined(kind: str) -> tuple[subprocess.Popen[bytes], int]:
-    """A worker behind walls, and the descriptor its fate is read from. It sees packages, read-only, and no other file."""
+    """Starts a sandboxed worker; returns its status descriptor too. It sees only packages, read-only, and no other files."""
     path, binds = packages()
     cell = sandbox.Cell(binds, {"MPLCONFIGDIR": "/tmp"})
     limits = sandbox.Limits(seconds=math.inf, memory=MEMORY, processes=PROCESSES, disk=sandbox.MEGABYTE)
@@ -325,19 +325,19 @@ def confined(kind: str) -> tuple[subprocess.Popen[bytes], int]:
 
 
 def packages() -> tuple[list[str], dict[str, str]]:
-    """sys.path of a confined worker behind the standard library's, and what is mounted for it: source -> place.
+    """sys.path of a confined worker after the standard library's entries, and its mounts: source -> place.
 
-    Folders on sys.path that hold no packages stay outside: the one a run was started in is full of other things.
+    Folders on sys.path without packages are left out: the run's working directory may contain other things.
     """
     source = Path(__file__).resolve().parents[1]
     entries = [os.path.realpath(entry) for entry in sys.path if entry and os.path.exists(entry)]
     held = [entry for entry in dict.fromkeys(entries) if _holds_packages(Path(entry), source.parent)]
     binds = {str(source): f"{PACKAGE}/opd", **{entry: entry for entry in held}}
-    for entry in held:  # packages may be links to where they really are
+    for entry in held:  # packages may be symbolic links
         links = [item for item in os.scandir(entry) if item.is_symlink()] if os.path.isdir(entry) else []
         targets = {os.path.realpath(item.path) for item in links}
         binds |= {target: target for target in targets if os.path.exists(target) and not _inside(target, held)}
-    for name in ROOTS:  # installed for editing: found by a hook, not on sys.path
+    for name in ROOTS:  # editable installs: found by a hook, not on sys.path
         found = importlib.util.find_spec(name)
         where = os.path.realpath(os.path.dirname(found.origin)) if found is not None and found.origin else ""
         if where and os.path.isdir(where) and not _inside(where, [*binds]):

@@ -1,7 +1,7 @@
-"""What every reward is made of: one class per kind, with its settings, what it needs to be there, and how an answer is rewarded.
+"""Base classes of rewards: one class per kind, with its settings, its requirements, and how it rewards an answer.
 
-The line they all keep: an answer that is no answer (garbage where a number was asked for, code that hangs or crashes) is
-wrong, reward 0. A check that could not be made (no reference answer, a library that crashed or hung) gives no reward.
+The common rule: an invalid answer (garbage instead of a number, code that hangs or crashes) is wrong, reward 0. A check that
+could not be made (no reference answer, a library that crashed or hung) gives no reward.
 """
 
 from __future__ import annotations
@@ -30,118 +30,118 @@ MISSING = RewardResult(None, error="the prompt has no reference answer")
 
 
 class OpenReward(Protocol):
-    """A reward that is asked for over the network."""
+    """A reward computed over the network."""
 
     def reward(self, samples: Sequence[Sample]) -> list[RewardResult]: ...
 
     def drain(self) -> dict[str, float]:
-        """Calls, tokens, cost and failures since it was last called."""
+        """Calls, tokens, cost and failures since the last `drain`."""
 
     def close(self) -> None: ...
 
 
 class RewardKind(Choice):
-    """One reward. Unless it says otherwise it runs in a worker process that is killed when an answer takes too long."""
+    """One reward. By default it runs in a worker process, which is killed if an answer takes too long."""
 
     family = "reward"
-    bounds: ClassVar[tuple[float, float]] = (0.0, 1.0)  # of the rewards it may give
-    in_process: ClassVar[bool] = False  # linear in the text, so it cannot hang
-    evaluates: ClassVar[bool] = False  # a library that may run what it parses: only behind the sandbox's walls
-    sees_prompt: ClassVar[bool] = False  # beyond its fields
-    asks_prompt: ClassVar[bool] = False  # which reward to be
+    bounds: ClassVar[tuple[float, float]] = (0.0, 1.0)  # lowest and highest reward
+    in_process: ClassVar[bool] = False  # runs in this process: linear in the text, so it cannot hang
+    evaluates: ClassVar[bool] = False  # uses a library that may run what it parses: only inside the sandbox
+    sees_prompt: ClassVar[bool] = False  # reads more of the prompt than its fields
+    asks_prompt: ClassVar[bool] = False  # the prompt names the reward
     asks_elsewhere: ClassVar[bool] = False  # over the network, many at once: from this process, through `open`
-    from_python: ClassVar[bool] = False  # a callable of the program: a recipe holds its name alone
-    package: ClassVar[str] = ""  # that has to be there
-    install: ClassVar[str] = ""  # how it gets there
+    from_python: ClassVar[bool] = False  # a callable of the program: a recipe holds only its name
+    package: ClassVar[str] = ""  # required package
+    install: ClassVar[str] = ""  # how to install it
 
     weight: float = Field(1.0, allow_inf_nan=False, description="in a sum of rewards")
     time_limit: float = Field(10.0, gt=0, le=86_400, description="seconds per sample; code: per test case")
 
     @property
     def label(self) -> str:
-        """What messages call it."""
+        """Its name in messages."""
         return self.name
 
     @property
     def forks(self) -> bool:
-        """Whether every answer gets a process of its own."""
+        """Whether every answer gets its own process."""
         return self.evaluates
 
     @property
     def in_fork(self) -> bool:
-        """Whether its workers are forks of this process, since it was made here and can be imported nowhere else."""
+        """Whether its workers are forks of this process, because it cannot be imported elsewhere."""
         return type(self).__module__ == "__main__"
 
     @property
     def functions(self) -> Mapping[str, Callable[[Sample], RewardResult | float | None]]:
-        """Callables of this process that its forks have to know, by name."""
+        """Callables of this process that its forks need, by name."""
         return {}
 
     def reward(self, sample: Sample) -> RewardResult | float | None:
-        """A number within `bounds`, or None: there is no reward for this answer."""
+        """A number within `bounds`, or None: no reward for this answer."""
         raise NotImplementedError
 
     def open(self, calls: CallLog | None, check: Callable[[], None]) -> OpenReward:
-        """What rewards many samples at once, where they are asked for elsewhere. `calls`: those that were made before."""
+        """Opens a reward with `asks_elsewhere`, which rewards many samples at once. `calls`: log of earlier calls."""
         raise NotImplementedError
 
     def covers(self, prompt: Prompt) -> bool:
-        """Is there anything to reward this prompt's answers by?"""
+        """Whether answers to this prompt can be rewarded."""
         return True
 
     def doubt(self, prompt: Prompt) -> str:
-        """Why no answer to this prompt is likely to be right, and what to do about it; empty: no reason is known."""
+        """Why answers to this prompt will likely all be wrong, and what to do about it; empty if no reason is known."""
         return ""
 
     def chosen(self, fields: Mapping[str, Any]) -> RewardKind | str:
-        """The reward that answers to such a prompt get, or why there is none."""
+        """The reward used for prompts with these fields, or why there is none."""
         return self
 
     def within(self, sandbox: str) -> RewardKind:
-        """The same where the recipe's `rewards.sandbox` is this one."""
+        """The same reward with the recipe's `rewards.sandbox`."""
         return self
 
     def limit(self, sample: Sample) -> float:
-        """Seconds for one sample."""
+        """Time limit for one sample, in seconds."""
         return self.time_limit
 
     def require(self, sandbox: str) -> None:
-        """Everything it needs is here, or the error says what is missing: now, not at step 400."""
+        """Raises if something it needs is missing: now, not at step 400."""
         if self.package and not importable(self.package):
             raise RecipeError(f"rewards: kind {self.name} needs the {self.package} package: {self.install}.")
         self.walls(sandbox)
 
     def walls(self, sandbox: str) -> str:
-        """The sandbox that its workers stand in."""
+        """The sandbox of its workers."""
         return sandbox_here(sandbox) if self.evaluates else "none"
 
     def file(self) -> Path | None:
-        """The user's own file that it reads, if any: a run notices when it changes."""
+        """The user's file that it reads, if any; a run notices if it changes."""
         return None
 
     def read_code(self) -> bytes | None:
-        """The Python code of the user's own file, read now and kept in `code`; None: it has none."""
+        """Reads the Python code of the user's file and keeps it in `code`; None: no file."""
         return None
 
     @property
     def code(self) -> bytes | None:
-        """What workers run for it: the bytes that were read, and hashed where a run is sealed."""
+        """The code that workers run: the bytes that were read, and hashed when a run is sealed."""
         return None
 
     def take_code(self, code: bytes) -> None:
-        """In a worker: the bytes that the process which asks has read."""
+        """In a worker: receives the bytes that the parent process read."""
 
     def load(self) -> None:
-        """Everything it imports, so that it is not the sample's time. What an answer may reach is guarded first."""
+        """Imports its libraries, so that this does not count as the sample's time. Installs guards first."""
         if self.package:
             importlib.import_module(self.package)
 
 
 class Reward(RewardKind):
-    """A reward of your own: `@opd.register` above a subclass with `name`, settings, and `reward(sample)`.
+    """For your own reward: put `@opd.register` above a subclass with `name`, settings, and `reward(sample)`.
 
-    Every answer is rewarded in a fork of a worker that has loaded the class. `keeps_process` has one process for all answers
-    instead: for rewards that load a model or open a connection when first asked.
+    Every answer is rewarded in a fork of a worker that has loaded the class. With `keeps_process`, one process rewards all
+    answers: for rewards that load a model or open a connection on first use.
     """
 
     bounds = (-1e6, 1e6)
@@ -154,7 +154,7 @@ class Reward(RewardKind):
 
 
 class RewardFamily(Family):
-    """`numeric`, `{kind: numeric, …}`, and `module:function` or `file.py:function` for a function of one's own."""
+    """`numeric`, `{kind: numeric, …}`, and `module:function` or `file.py:function` for your own function."""
 
     def find(self, name: object) -> type[Choice]:
         if isinstance(name, str) and name.endswith(".py"):
@@ -170,10 +170,10 @@ FAMILY = RewardFamily("reward", default="verifier")
 
 
 def function_missing(file: str) -> str:
-    """How to name a function of a file of Python, with those that it defines; nothing of it is run."""
+    """Tells how to name a function of a Python file, and lists those it defines without running it."""
     try:
         tree = ast.parse(Path(file).read_bytes())
-    except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):  # the file is not there, or is no Python
+    except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):  # no such file, or not Python
         return f"Name the function, too: {Path(file).name}:FUNCTION"
     names = [node.name for node in tree.body if isinstance(node, ast.FunctionDef) and not node.name.startswith("_")]
     found = f"; it has {', '.join(names[:10])}" if names else "; it has none"
@@ -185,7 +185,7 @@ def right(found: bool, feedback: str = "") -> RewardResult:
 
 
 def give(kind: RewardKind, sample: Sample) -> RewardResult:
-    """The reward for a sample. ValueError: what the kind gave is no number in range."""
+    """The reward for a sample. Raises ValueError if the kind returns anything but a number in range."""
     found = kind.reward(sample)
     if found is None:
         return RewardResult(None, error=f"{kind.label} gave no reward")
@@ -207,11 +207,11 @@ def importable(module: str) -> bool:
 
 @cache
 def sandbox_here(wanted: str) -> str:
-    """What a recipe's `sandbox` is on this machine; tried, and warned of, once."""
+    """The sandbox used on this machine for a recipe's `sandbox`. Tested, and warned about, once."""
     return sandbox.choose(wanted)
 
 
-# A recipe's `rewards`: one reward or a weighted sum, for every domain or by domain, in every way they can be written.
+# --- A recipe's `rewards`: one reward or a weighted sum, for all domains or by domain ---
 
 
 Sandbox = Literal["auto", "bubblewrap", "namespaces", "none"]
@@ -220,7 +220,7 @@ One = Annotated[RewardKind, FAMILY]
 
 
 class Rewards(BaseModel):
-    """The rewards of a stage, by domain, and what holds for all of them."""
+    """The rewards of a stage by domain, and their common settings."""
 
     model_config = SETTINGS
     domains: dict[str, Annotated[list[One], Field(min_length=1), SHORT_FORMS["rewards.DOMAIN"]]] = Field(
@@ -233,7 +233,7 @@ class Rewards(BaseModel):
 
     @property
     def need_no_answer(self) -> bool:
-        """Whether rows without an answer can be rewarded too."""
+        """Whether rows without an answer can be rewarded."""
         return any(not reward.asks_prompt for rewards in self.domains.values() for reward in rewards)
 
 

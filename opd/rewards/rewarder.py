@@ -1,4 +1,4 @@
-"""Which reward a sample gets; sums, a cache by content, counters, and the first failures in words."""
+"""Chooses the reward of each sample; weighted sums, a cache by content, counters, and reports of the first failures."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from opd.rewards.reward import DEFAULT, OpenReward, RewardKind, Rewards, give
 from opd.rewards.texts import Verifier
 from opd.rewards.worker import Request, content, write_request
 
-CACHED = 65_536  # results remembered
-SAID = 3  # failures of each reward that are told in words; all are counted
+CACHED = 65_536  # results kept in the cache
+SAID = 3  # failures of each reward that are reported; all are counted
 OWN_VERIFIER = (Verifier(),)
 
 
 class Rewarder:
-    """The rewards of a stage: samples in, results out. In domains without an entry the prompt's own verifier rewards.
+    """The rewards of a stage: samples in, results out. Domains without an entry use the prompt's own verifier.
 
-    `drain()` gives what happened since it was last called: rewards `given` to samples, checks that `failed` (of those
-    `timed_out`), and results taken from the cache. `say` gets the first failures of each reward, with the prompt and the reason.
+    `drain()` gives counts since the last call: rewards `given` to samples, checks that `failed` (of those `timed_out`), and cache
+    hits. `say` receives the first failures of each reward, with the prompt and the reason.
     """
 
     def __init__(
@@ -51,9 +51,9 @@ class Rewarder:
             kind.require(self._sandbox)
         functions = {name: function for kind in given for name, function in kind.functions.items()}
         self._forks = Pool("fork", functions=functions)
-        self._kept: dict[tuple[str, str], Pool] = {}  # of rewards that keep their process, by walls and label
+        self._kept: dict[tuple[str, str], Pool] = {}  # of rewards with `keeps_process`, by sandbox and label
         self._end = weakref.finalize(self, _close, self._forks, self._kept)
-        self._calls: CallLog | None = None  # of rewards that are asked for elsewhere
+        self._calls: CallLog | None = None  # of rewards with `asks_elsewhere`
         self._check: Callable[[], None] = nothing
         self._opened: dict[bytes, OpenReward] = {}  # by settings
         self._cache: OrderedDict[bytes, RewardResult] = OrderedDict()
@@ -62,15 +62,15 @@ class Rewarder:
         self.last_failure = "no answer could be rewarded"
 
     def kinds(self, prompt: Prompt) -> Sequence[RewardKind]:
-        """The rewards that answers to a prompt get, as the recipe has them."""
+        """The rewards of a prompt's answers, as in the recipe."""
         return self._rewards.get(prompt.domain) or self._rewards.get(DEFAULT) or OWN_VERIFIER
 
     def covers(self, prompt: Prompt) -> bool:
-        """Is there anything to reward this prompt's answers by?"""
+        """Whether answers to this prompt can be rewarded."""
         return any(kind.covers(prompt) for kind in self.kinds(prompt))
 
     def require(self, prompts: Sequence[Prompt]) -> None:
-        """What the prompts' own verifiers need is here too, or the error says what is missing."""
+        """Raises if something that the prompts' own verifiers need is missing."""
         for prompt in prompts:
             for kind in self.kinds(prompt):
                 chosen = kind.chosen(prompt.fields)
@@ -85,12 +85,12 @@ class Rewarder:
         return results
 
     def remember(self, calls: CallLog, check: Callable[[], None]) -> None:
-        """Calls that rewards make elsewhere are looked up and logged here; `check` is called while one waits for them."""
+        """Network calls of rewards are looked up and logged in `calls`; `check` is called while waiting for them."""
         self._calls, self._check = calls, check
         self._close_opened()
 
     def close(self) -> None:
-        """End the workers that are nobody else's."""
+        """Ends the workers that only this rewarder uses."""
         self._end()
         self._close_opened()
 
@@ -108,7 +108,7 @@ class Rewarder:
         return counts
 
     def each(self, parts: Sequence[tuple[RewardKind, Sample]]) -> list[RewardResult]:
-        """Each reward on its sample, unweighted."""
+        """The result of each reward on its sample, unweighted."""
         found: list[RewardResult | None] = []
         asked: dict[bytes, Errand] = {}
         places: dict[int, bytes] = {}
@@ -141,7 +141,7 @@ class Rewarder:
         return whole
 
     def _asked_elsewhere(self, parts: Sequence[tuple[RewardKind, Sample]]) -> dict[int, RewardResult]:
-        """Results of rewards that are asked for over the network, by number: each kind's all at once, what is known not again."""
+        """Results of rewards with `asks_elsewhere`, by number. Each kind gets all its samples at once, without cached ones."""
         found: dict[int, RewardResult] = {}
         waiting: dict[bytes, dict[bytes, list[int]]] = {}  # settings -> content -> numbers
         for number, (kind, sample) in enumerate(parts):
@@ -166,7 +166,7 @@ class Rewarder:
         return found
 
     def _at_hand(self, kind: RewardKind, sample: Sample) -> RewardResult | tuple[RewardKind, bytes, Errand]:
-        """The result, where it takes no process of its own; else the reward chosen, its key in the cache, and what to send."""
+        """The result if no worker is needed; else the chosen reward, its cache key, and the errand to send."""
         chosen = kind.chosen(sample.prompt.fields)
         if isinstance(chosen, str):
             return RewardResult(None, error=chosen)
@@ -177,11 +177,11 @@ class Rewarder:
             request = Request(kind, self._sandbox, sample, chosen.limit(sample))
             errand = Errand(write_request(request), chosen.bounds, request.limit, own_time=chosen.forks)
             return chosen, content(chosen, sample), errand
-        except (ValueError, TypeError, RecursionError, OverflowError) as error:  # of fields: the text is only text
+        except (ValueError, TypeError, RecursionError, OverflowError) as error:  # from fields; the text is plain text
             return RewardResult(None, error=f"the prompt's fields cannot be used: {type(error).__name__}: {error}")
 
     def _pool(self, kind: RewardKind) -> Pool:
-        """Where it runs. One that keeps its process has one, which ends with the stage."""
+        """The pool that runs a reward. Rewards with `keeps_process` get their own, which ends with the stage."""
         if kind.forks or not kind.sees_prompt:
             return self._forks if kind.in_fork else pool(kind.walls(self._sandbox))
         key = "fork" if kind.in_fork else kind.walls(self._sandbox), kind.label
@@ -190,7 +190,7 @@ class Rewarder:
         return self._kept[key]
 
     def _remember(self, asked: Mapping[bytes, Errand]) -> None:
-        """Rewards, and answers that brought theirs down. Other failures may have been the machine's."""
+        """Caches rewards, and failures caused by answers. Other failures may be the machine's fault."""
         for key, errand in asked.items():
             if errand.reply is not None and (errand.reply.result.reward is not None or errand.reply.lasting):
                 self._cache[key] = errand.reply.result
@@ -216,7 +216,7 @@ def _close(forks: Pool, kept: Mapping[tuple[str, str], Pool]) -> None:
 
 
 def _sum(parts: Sequence[tuple[float, RewardResult]]) -> RewardResult:
-    """Weighted. If one part could not be given, neither can the whole."""
+    """The weighted sum. If one part has no reward, neither has the sum."""
     full = min(1.0, math.fsum(weight for weight, _ in parts if weight > 0)) or 1.0
     if len(parts) == 1 and parts[0][0] == 1.0:
         return parts[0][1]
@@ -230,7 +230,7 @@ def _sum(parts: Sequence[tuple[float, RewardResult]]) -> RewardResult:
 
 
 def verify(samples: Sequence[Sample]) -> list[RewardResult]:
-    """By the prompts' own verifiers alone."""
+    """Rewards samples with the prompts' own verifiers."""
     return _own_verifiers()(samples)
 
 
@@ -239,10 +239,10 @@ def _own_verifiers() -> Rewarder:
     return Rewarder()
 
 
-# Rewards are tried on a few prompts before anything is spent on sampling.
+# --- Trying rewards on a few prompts before sampling starts ---
 
 
-TRIED = 4  # prompts of each domain that every reward is tried on
+TRIED = 4  # prompts per domain on which every reward is tried
 PLACEHOLDER = "0"
 
 
@@ -253,10 +253,10 @@ def check_rewards(
     domains: Collection[str] | None = None,
     say: Callable[[str], None] | None = None,
 ) -> Rewarder:
-    """The rewarder of a stage, after each of its rewards has been tried on an answer to a prompt of each domain.
+    """The rewarder of a stage, after trying each of its rewards on answers to prompts of each domain.
 
-    Files, functions, packages and the sandbox are there, and a function takes one sample and returns a number in range; or
-    the error carries what the reward said. Some of the prompts may be such that nothing can reward them, not all.
+    Raises if files, functions, packages or the sandbox are missing, or if a function does not take one sample and return a number
+    in range; the error includes the reward's message. Some prompts of a domain may be impossible to reward, but not all.
     """
     rewarder = Rewarder(rewards, domains or list(dict.fromkeys(prompt.domain for prompt in prompts)))
     rewarder.require(prompts)
@@ -266,7 +266,7 @@ def check_rewards(
             for number, kind in enumerate(rewarder.kinds(prompt)):
                 tried.setdefault((prompt.domain, number), []).append((kind, Sample(prompt, likely_answer(prompt))))
     for (domain, _), parts in tried.items():
-        tried_on = 1 if parts[0][0].asks_elsewhere else TRIED  # somebody may have to pay for it
+        tried_on = 1 if parts[0][0].asks_elsewhere else TRIED  # calls may cost money
         some = parts[:: max(1, len(parts) // tried_on)][:tried_on]
         found = rewarder.each(some)
         if all(result.reward is None for result in found):
@@ -276,12 +276,12 @@ def check_rewards(
                 f"The first, {plain(sample.prompt.id)}: {plain(found[0].error)}. Mend the reward or the prompts' fields."
             )
     rewarder.drain()
-    rewarder.say = say  # only now: what is wrong here is told once, by the error
+    rewarder.say = say  # set only now: problems here are reported once, by the error
     return rewarder
 
 
 def doubts(rewarder: Rewarder, prompts: Sequence[Prompt]) -> list[str]:
-    """Warnings, one per domain: rewards whose every answer will very likely be wrong, by the looks of the prompts."""
+    """Warnings, one per domain, if the prompts suggest that every answer will be counted as wrong."""
     found: dict[str, list[tuple[str, str]]] = {}
     for prompt in prompts:
         for kind in rewarder.kinds(prompt) if rewarder.covers(prompt) else ():
@@ -296,7 +296,7 @@ def doubts(rewarder: Rewarder, prompts: Sequence[Prompt]) -> list[str]:
 
 
 def likely_answer(prompt: Prompt) -> str:
-    """What a good answer might be: the dataset's completion, or the reference."""
+    """A likely good answer: the dataset's completion, or the reference."""
     entry = prompt.fields.get("entry")
     known = [
         prompt.fields.get("completion"),

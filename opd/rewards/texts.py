@@ -21,12 +21,12 @@ WHERE = "where the answer stands; auto: all of it (exact), the boxed or else las
 
 
 class Referenced(RewardKind):
-    """Compares with a reference answer."""
+    """Base of rewards that compare with a reference answer."""
 
     field: str = Field("answer", description="the prompt's field that holds the right answer")
 
     def references(self, sample: Sample) -> list[Any]:
-        """The reference answer, or several of which any is right."""
+        """The reference answers, any of which is right."""
         found = sample.prompt.fields.get(self.field)
         if found is None:
             return []
@@ -34,7 +34,7 @@ class Referenced(RewardKind):
 
 
 class Exact(Referenced):
-    """The answer is the reference."""
+    """1 if the answer is the reference text, else 0."""
 
     name = "exact"
     in_process = True
@@ -56,7 +56,7 @@ class Exact(Referenced):
         )
 
     def _can_match(self, text: str, end: str | None) -> bool:
-        """Whether a reference is something that an answer can be expected to be; `end`: what a worked solution ends in."""
+        """Whether an answer can be expected to match a reference. `end`: the final answer of a worked solution."""
         on_its_line = self.extract == "last_line" and "\n" not in text.strip()
         return not end or on_its_line or answers.normalise(text, self.ignore) == answers.normalise(end, self.ignore)
 
@@ -72,7 +72,7 @@ class Exact(Referenced):
 
 
 class Numeric(Referenced):
-    """The answer's number is the reference's, within a tolerance."""
+    """1 if the answer's number equals the reference's within a tolerance, else 0."""
 
     name = "numeric"
     in_process = True
@@ -97,7 +97,7 @@ class Numeric(Referenced):
 
 
 class Format(RewardKind):
-    """A regular expression matches."""
+    """1 if a regular expression matches the answer, else 0."""
 
     name = "format"
     pattern: str = Field(description="regular expression; `.` crosses lines")
@@ -125,7 +125,7 @@ class Format(RewardKind):
 
 
 class Json(RewardKind):
-    """The answer, or its last JSON block, satisfies a schema."""
+    """1 if the answer, or its last JSON block, satisfies a schema, else 0."""
 
     name = "json"
     package = "jsonschema"
@@ -155,11 +155,11 @@ def _refuse_constant(name: str) -> Any:
     raise ValueError(f"{name} is not JSON")
 
 
-# Mathematical equality, by math-verify.
+# --- Mathematical equality, by math-verify ---
 
 
 class Maths(Referenced):
-    """math-verify finds answer and reference equal. Its own time limits use signals, so they are off; the pool keeps the time."""
+    """1 if math-verify finds answer and reference equal, else 0. Its time limits use signals, so the pool's limit replaces them."""
 
     name = "maths"
     evaluates = True
@@ -182,7 +182,7 @@ class Maths(Referenced):
         return right(bool(equal(wanted, found, timeout_seconds=None, raise_on_error=True)))
 
 
-# The prompt's own verifier: a task's, reasoning-gym's, or the kind of reward that a row names.
+# --- The prompt's own verifier: a task's, reasoning-gym's, or the reward kind that a row names ---
 
 
 IN_ROWS = (
@@ -191,11 +191,11 @@ IN_ROWS = (
     "maths",
     "code",
     "json",
-)  # what a row may name: nothing that runs a function of its choice
+)  # what a row may name: nothing that runs code it chooses
 
 
 class Verifier(RewardKind):
-    """Asks each prompt."""
+    """Uses the verifier that each prompt names."""
 
     name = "verifier"
     by_default = True
@@ -222,7 +222,7 @@ class Verifier(RewardKind):
 
 
 class TaskVerifier(RewardKind):
-    """A built-in task knows its answers."""
+    """Checks answers of a built-in task."""
 
     name = "task"
     in_process = True
@@ -233,7 +233,7 @@ class TaskVerifier(RewardKind):
 
 
 class GymVerifier(RewardKind):
-    """reasoning-gym's own scorer. Several of them evaluate the answer: see `guards` and `worker`."""
+    """Uses reasoning-gym's scorer. Several scorers evaluate the answer: see `answers.guard_reasoning_gym` and `worker`."""
 
     name = "reasoning_gym"
     evaluates = True

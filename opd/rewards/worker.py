@@ -1,9 +1,9 @@
 """A worker: reads samples, writes rewards, imports no torch.
 
-An answer whose reward may run it is rewarded in a fork of its own, and whatever it does to its process ends with it: the worker
-itself loads libraries and never touches such an answer. The fork has neither the worker's pipes nor access to its memory; it can only reply
-for itself, and what it replies must be a number in range. For each sample two lines go back: that what it needs is loaded, then
-the result. A worker ends with its parent: on the end of its input, and by the kernel's hand if it happens to hang.
+If a reward may execute the answer, it runs in a fork per answer, so the answer can only damage that fork: the worker itself loads
+libraries and never touches such an answer. A fork has neither the worker's pipes nor access to its memory. It can only reply for
+itself, and the reply must be a number in range. Each sample gets two lines back: that its libraries are loaded, then the result.
+A worker ends with its parent: at the end of its input, or killed by the kernel if it hangs.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ from opd.rewards.reward import FAMILY, RewardKind, give
 
 MEMORY = 4 << 30
 LONGEST_REPLY = 1 << 16
-TRIES = 2  # forks for one answer, if the first one is killed
+TRIES = 2  # forks tried for one answer if they are killed
 SET_PDEATHSIG, SET_DUMPABLE = 1, 4
-LAST_STANDARD = 2  # descriptor that programs expect to be open
+LAST_STANDARD = 2  # last descriptor that programs expect to be open
 
 
 def main(parent: int) -> None:
-    """`parent` 0: behind walls, where there is no other process to hurt."""
+    """Runs a worker. `parent` is 0 in a sandbox, which contains no other processes."""
     if not _tied_to(parent):
         return
     _limit_memory(MEMORY)
-    answers = os.dup(1)  # what rewards print must not mix with what is answered
+    answers = os.dup(1)  # output printed by rewards must not mix with replies
     nowhere = os.open(os.devnull, os.O_RDWR)
     os.dup2(nowhere, 1)
     asked = os.dup(0)
@@ -52,8 +52,8 @@ def main(parent: int) -> None:
 
 
 def serve_fork(asked: int, answers: int, functions: Mapping[str, RewardFunction], owner: int) -> None:
-    """The same in a fork of the process that the functions were made in. Nothing that is open there stays so, but the pipes."""
-    gc.freeze()  # what the process leaves behind is not for the fork to tidy up
+    """Runs a worker in a fork of the process that made the functions. Closes all descriptors except for the pipes."""
+    gc.freeze()  # the fork must not collect the parent's objects
     os.setsid()
     signal.set_wakeup_fd(-1)
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -84,7 +84,7 @@ def _limit_memory(size: int) -> None:
 
 
 def _address_space() -> int:
-    """Bytes that this process has mapped already."""
+    """Bytes of address space already mapped."""
     try:
         with open("/proc/self/statm", encoding="ascii") as file:
             return int(file.read().split()[0]) * resource.getpagesize()
@@ -97,7 +97,7 @@ def _answer(line: bytes, *, confined: bool, answers: int, asked: int) -> Reply:
         request = read_request(line)
         kind = request.chosen()
         kind.load()
-    except Exception as error:  # the border to foreign code: a library or a function that cannot be loaded
+    except Exception as error:  # foreign code: a library or a function that cannot be loaded
         return Reply(RewardResult(None, error=story(error)))
     os.write(answers, READY)
     if not kind.forks:
@@ -113,7 +113,7 @@ def _answer(line: bytes, *, confined: bool, answers: int, asked: int) -> Reply:
 
 
 def _fork(kind: RewardKind, request: Request, private: tuple[int, ...]) -> tuple[Reply, bool]:
-    """The reply of a fork, and whether it ended without one."""
+    """The reply of a fork, and whether it died without one."""
     reading, writing = os.pipe()
     worker = os.getpid()
     child = os.fork()
@@ -145,7 +145,7 @@ def _fork(kind: RewardKind, request: Request, private: tuple[int, ...]) -> tuple
 
 
 def _tied_to(parent: int) -> bool:
-    """It dies with its parent (False: that died before the tie was made), and no process of the same user reads or writes its memory."""
+    """Makes the process die with its parent (False: already dead), and protects its memory from other processes of the user."""
     if sys.platform == "linux":
         libc = ctypes.CDLL(None)
         libc.prctl(SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
@@ -154,10 +154,10 @@ def _tied_to(parent: int) -> bool:
 
 
 def _listen(descriptor: int, deadline: float) -> tuple[bytes, bool]:
-    """Everything up to the end, and whether it was late."""
+    """The output up to the end of the line or file, and whether it was late."""
     said = b""
     while len(said) <= LONGEST_REPLY and b"\n" not in said:
-        left = max(0.0, deadline - time.monotonic())  # what is there already is read, however late it is looked at
+        left = max(0.0, deadline - time.monotonic())  # output already in the pipe is read even after the deadline
         if not select.select([descriptor], [], [], left)[0]:
             return said, True
         chunk = os.read(descriptor, LONGEST_REPLY)
@@ -168,7 +168,7 @@ def _listen(descriptor: int, deadline: float) -> tuple[bytes, bool]:
 
 
 def _clear(confined: bool) -> None:
-    """Nothing an answer started or wrote outlives it, where all there is belongs to this worker."""
+    """In a sandbox, kills all processes and deletes all files that an answer left."""
     if not confined:
         return
     with contextlib.suppress(ProcessLookupError):
@@ -183,27 +183,27 @@ def _clear(confined: bool) -> None:
 def _reward(kind: RewardKind, sample: Sample) -> RewardResult:
     try:
         return give(kind, sample)
-    except (Exception, SystemExit) as error:  # the border to foreign code: there is no reward for the sample
+    except (Exception, SystemExit) as error:  # foreign code: no reward for the sample
         return RewardResult(None, error=story(error), by_answer=True)
 
 
 def story(error: BaseException) -> str:
-    """What was raised, and where."""
+    """The error's message and location."""
     frames = traceback.extract_tb(error.__traceback__)
     where = f" ({os.path.basename(frames[-1].filename)}, line {frames[-1].lineno})" if frames else ""
     return f"{type(error).__name__}: {str(error)[:300]}{where}"
 
 
-# How samples reach a worker: JSON lines. Nothing is unpickled, and nothing in a text can be anything but text.
+# --- Messages to workers: JSON lines; nothing is unpickled ---
 
 
-SHORT = 1 << 63  # longer integers travel in hexadecimal: decimal digits of one are limited
-BYTES = "latin-1"  # code travels as text, a character for each byte: workers run what this process has read
-READY = b"ready\n"  # a worker has started, or has loaded what the sample at hand needs
+SHORT = 1 << 63  # longer integers are sent in hexadecimal, since Python limits decimal digits
+BYTES = "latin-1"  # code is sent as text, one character per byte: workers run what this process has read
+READY = b"ready\n"  # a worker has started, or has loaded the libraries for the current sample
 
 
 def tagged(value: Any) -> Any:
-    """Tuples, sets, bytes and dicts with other keys than text survive, tagged; a number of numpy's becomes Python's."""
+    """Tags tuples, sets, bytes and dicts with non-text keys, so that they survive JSON. NumPy numbers become Python's."""
     if value is None or type(value) in (bool, int, float, str):
         return value if type(value) is not int or -SHORT <= value < SHORT else {"$int": hex(value)}
     if isinstance(value, Mapping):
@@ -225,7 +225,7 @@ def _tagged_rare(value: Any) -> Any:
     for kind in (str, bool, int, float):  # np.str_, np.float64, enums
         if isinstance(value, kind):
             return tagged(kind(value))
-    return tagged(value.tolist()) if hasattr(value, "tolist") else str(value)  # numpy; dates and the like
+    return tagged(value.tolist()) if hasattr(value, "tolist") else str(value)  # NumPy arrays; else dates and the like
 
 
 def untagged(value: Any) -> Any:
@@ -250,7 +250,7 @@ TAGS: dict[str, Callable[[Any], Any]] = {
 
 
 class Request(NamedTuple):
-    """A sample on its way to a worker, the reward as the recipe has it, and the seconds it may take."""
+    """A message to a worker: a sample, its reward as in the recipe, and the time limit in seconds."""
 
     kind: RewardKind
     sandbox: str  # `rewards.sandbox` of the recipe
@@ -258,7 +258,7 @@ class Request(NamedTuple):
     limit: float
 
     def chosen(self) -> RewardKind:
-        """The reward that the sample gets. ValueError: there is none."""
+        """The reward used for the sample. Raises ValueError if there is none."""
         found = self.kind.chosen(self.sample.prompt.fields)
         if isinstance(found, str):
             raise ValueError(found)
@@ -266,7 +266,7 @@ class Request(NamedTuple):
 
 
 class Reply(NamedTuple):
-    """A result on its way back. `lasting`: the same answer would cost as much again, so the failure is remembered."""
+    """A worker's reply. `lasting`: the same answer would fail again at the same cost, so the failure is cached."""
 
     result: RewardResult
     lasting: bool = False
@@ -274,12 +274,12 @@ class Reply(NamedTuple):
 
 
 def failure(error: str, *, timed_out: bool = False) -> Reply:
-    """An answer that brought its reward down."""
+    """A reply for an answer that made its reward fail."""
     return Reply(RewardResult(None, error=error, by_answer=True), lasting=True, timed_out=timed_out)
 
 
 def write_request(request: Request) -> bytes:
-    """Raises ValueError, TypeError or RecursionError for fields that cannot travel."""
+    """Raises ValueError, TypeError or RecursionError for fields that cannot be sent."""
     kind, sandbox, sample, limit = request
     prompt, plugin, code = sample.prompt, plugins.origin(type(kind)), kind.code
     file = plugin is not None and plugin.endswith(".py")
@@ -314,7 +314,7 @@ def read_request(line: bytes) -> Request:
 
 
 def content(kind: RewardKind, sample: Sample) -> bytes:
-    """What a reward depends on. Only rewards of one's own can see which prompt it is, beyond its fields."""
+    """The cache key: all that a result depends on. Only rewards with `sees_prompt` see more of the prompt than its fields."""
     prompt = sample.prompt
     facts = [prompt.id, prompt.domain, prompt.text, tagged(prompt.messages)] if kind.sees_prompt else []
     whole = [kind.model_dump(mode="json"), facts, tagged(prompt.fields), sample.text]
@@ -336,7 +336,7 @@ def write_reply(reply: Reply) -> bytes:
 
 
 def read_reply(line: bytes, bounds: tuple[float, float]) -> Reply | None:
-    """None: no result, whatever it is. A process that ran a hostile answer may say anything."""
+    """Parses a reply; None if invalid. A process that ran a hostile answer may send anything."""
     low, high = bounds
     try:
         body = json.loads(line)

@@ -1,12 +1,12 @@
-"""Environments: what answers the student between its turns.
+"""Environments: they answer the student between its turns.
 
     class Countdown(Environment):                      # a choice in a recipe: rollout.environment
         def open(self, prompt, key, tokenizer): ...    # one episode per rollout
 
     episode.step(turn) -> Step                         # after every turn: the tokens that come next, a reward, whether it is over
 
-An episode is a pure function of its prompt, its key and the turns so far, so a rollout that was interrupted is played again
-from its stored turns. The tokens between two turns are given as ids by the environment.
+An episode is a pure function of its prompt, its key and the turns so far, so an interrupted rollout is replayed from its stored
+turns. The environment gives the tokens between two turns as ids.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ class Turn:
 
 @dataclass(frozen=True)
 class Step:
-    """What an environment makes of a turn."""
+    """An environment's response to a turn."""
 
-    ids: Sequence[int] = ()  # what the student reads before its next turn, the start of that turn included
-    reward: float | None = None  # for this turn; None: none is given
+    ids: Sequence[int] = ()  # what the student reads before its next turn, including the start of that turn
+    reward: float | None = None  # for this turn; None: no reward
     done: bool = False
     feedback: str = ""
 
@@ -46,12 +46,12 @@ class Step:
 class Episode(ABC):
     @abstractmethod
     def step(self, turn: Turn) -> Step:
-        """The same turns give the same steps."""
+        """The next step. The same turns must give the same steps."""
 
 
 class Environment(Choice):
     family = "environment"
-    rewards: ClassVar[bool] = True  # whether its steps give rewards: their sum is the rollout's; else `rewards` applies
+    rewards: ClassVar[bool] = True  # whether its steps give rewards: the rollout gets their sum; else `rewards` applies
 
     turns: Positive = Field(8, le=10_000, description="of the student, at most")
     turn_tokens: Positive | None = Field(

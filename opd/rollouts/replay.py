@@ -1,7 +1,7 @@
-"""Prompts that bring their answers: the rollouts of an earlier run, or of an earlier stage, taken as they are. No torch here.
+"""Prompts that come with answers: rollouts of an earlier run or stage, used as they are. No torch here.
 
-`source: "run:DIR"` asks what that run asked, and every answer is the stored one, token by token, with its author and the log-probs
-of the policy that drew it. `source: "stage:NAME"` is the same of an earlier stage of this run. A group is one prompt of the source.
+`source: "run:DIR"` uses that run's prompts. Each answer is the stored one, token by token, with its author and the log-probs of the
+policy that drew it. `source: "stage:NAME"` does the same for an earlier stage of this run. A group is one prompt of the source.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ if TYPE_CHECKING:
 
 
 STAGE = "stage:"
-EXAMPLES = 8  # prompts that stand for others of their domain
-WRITING = ("data_share", "teacher_share", "teacher_mix", "writers", "rescue", "experience")  # what has answers written
-BESIDE = ("hint:", "experience:")  # sources of texts that were written for others to read
-DRAWN = ("samples", "temperature", "top_p", "top_k")  # what a recipe says of answers that are drawn already
+EXAMPLES = 8  # example prompts per domain
+WRITING = ("data_share", "teacher_share", "teacher_mix", "writers", "rescue", "experience")  # they have answers written
+BESIDE = ("hint:", "experience:")  # sources of texts written for others to read
+DRAWN = ("samples", "temperature", "top_p", "top_k")  # settings that the stored answers must match
 
 
 class ReplayedPrompts(PromptSource):
-    """What both have in common."""
+    """Settings shared by both sources."""
 
     def refuse(self, view: StageView) -> Iterable[str]:
         rollout = view.rollout
@@ -59,7 +59,7 @@ class ReplayedPrompts(PromptSource):
 
 
 class RunPrompts(ReplayedPrompts):
-    """The rollouts of another run: `run:DIR`."""
+    """Uses the rollouts of another run: `run:DIR`."""
 
     name = "run"
     stage: Word | None = Field(None, description="of run: the stage whose rollouts are taken; default: the only one")
@@ -72,7 +72,7 @@ class RunPrompts(ReplayedPrompts):
 
 
 class StagePrompts(ReplayedPrompts):
-    """The rollouts of an earlier stage of this run: `stage:NAME`."""
+    """Uses the rollouts of an earlier stage of this run: `stage:NAME`."""
 
     name = "stage"
 
@@ -87,7 +87,7 @@ class StagePrompts(ReplayedPrompts):
 
 
 class EarlierRun:
-    """A run directory whose rollouts are read: a stage of it, and the recipe that it carried out."""
+    """A run directory with rollouts to read: one of its stages, and its recipe."""
 
     def __init__(self, directory: Path, stage: str | None = None) -> None:
         self.directory = directory
@@ -109,7 +109,7 @@ class EarlierRun:
 
     @cached_property
     def rows(self) -> np.ndarray:
-        """Of the store: finished rollouts of the stage, oldest first."""
+        """Rows of the store: finished rollouts of the stage, oldest first."""
         found = self.store.where(id=lambda id: id.startswith(f"{self.stage}/")).rows
         if not found.size:
             raise DataError(f"{self.directory}: stage {self.stage!r} has no finished rollouts.")
@@ -117,19 +117,19 @@ class EarlierRun:
 
     @property
     def fingerprint(self) -> str:
-        """Of its rollouts: they do not change, but a run that goes on adds to them."""
+        """A hash of its rollouts. They do not change, but a resumed run adds to them."""
         index, digest = self.store.index, hashlib.sha256()
         for row in self.rows:
             digest.update(f"{index.names[int(row)]} {index['length'][row]}\n".encode())
         return digest.hexdigest()
 
     def prompts(self) -> list[PromptSource]:
-        """The sources that its prompts came from."""
+        """The sources of its prompts."""
         return [_source(settings).inside(self.directory) for settings in self.settings["prompts"]]
 
 
 class RunSource:
-    """An open run: its groups are the training prompts, its own held-out prompts are held out."""
+    """An open run. Its groups are the training prompts, and its held-out prompts stay held out."""
 
     def __init__(self, spec: RunPrompts, opening: Opening) -> None:
         from opd.data.sources import open_sources
@@ -157,12 +157,12 @@ class RunSource:
             raise DataError(
                 f"prompts {self.name!r}: prompt {prompt_id!r} is no longer to be found in the sources of that run. Put them back."
             )
-        name = prompt_id if visit == 0 else f"{prompt_id}#visit-{visit}"  # a later pass is another group of answers
+        name = prompt_id if visit == 0 else f"{prompt_id}#visit-{visit}"  # each later pass is another group of answers
         self._by_prompt[name] = rows
         return replace(found, id=name, domain=self._spec.domain or found.domain)
 
     def prompt(self, prompt_id: str) -> Prompt | None:
-        """By the id that its rollouts have."""
+        """The prompt with the id that its rollouts have."""
         for source in self._sources:
             if isinstance(source, RunSource):
                 found = source.prompt(prompt_id)
@@ -174,12 +174,12 @@ class RunSource:
         return None
 
     def rollout(self, prompt: Prompt, sample: int) -> Rollout:
-        """The stored answer to a prompt that `train` gave."""
+        """The stored answer to a prompt from `train`."""
         (found,) = self.run.store.load_rows([self._by_prompt[prompt.id][sample]])
         return found
 
     def require_drawn(self, rollout: Rollouts) -> None:
-        """What the recipe says of its rollouts is what they are."""
+        """Check that the recipe's sampling settings match the stored rollouts."""
         recorded = self.run.settings["rollout"]
         for key in DRAWN:
             if recorded[key] != getattr(rollout, key):
@@ -238,7 +238,7 @@ class RunSource:
 
 
 def _numbered(source: Source, number: int) -> Prompt | None:
-    """The training prompt whose id ends in this number. Of rows it counts those that are held out now, too."""
+    """The training prompt with an id that ends in this number. Numbers of rows include rows that are held out now."""
     if isinstance(source, RowSource):
         return source.row(number) if number < len(source.facts.usable) else None
     return source.train(number) if source.size is None or number < source.size else None
@@ -257,6 +257,6 @@ def _source(settings: Mapping[str, Any]) -> PromptSource:
 
 
 def _names(store: RolloutStore, row: int) -> list[str]:
-    """Id, prompt id, group and pair."""
+    """Id, prompt id, group and pair of a row."""
     found: list[str] = json.loads(store.index.names[row])
     return found

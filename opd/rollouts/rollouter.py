@@ -1,13 +1,13 @@
-"""The rollouts of a step: writer x sampler x, where there is one, environment; from the first token into the store.
+"""The rollouts of a step, from the first token into the store. Each combines a writer, a sampler and, optionally, an environment.
 
     visits -> who writes each sample -> requests -> sampler -> (environment -> next turn) -> store
 
-One writer may answer all samples of a prompt, chosen by a draw that is keyed like the sampler's, so it depends on nothing else
-in the batch; or a writer has some samples of every group (`writers: [{kind: data, samples: 1}]`).
+One writer may answer all samples of a prompt. A keyed draw chooses it, so the choice depends on nothing else in the batch. Or a
+writer has some samples of every group (`writers: [{kind: data, samples: 1}]`).
 
-What an earlier process of the same run left in the store is used: finished rollouts as they are, unfinished ones from their
-last durable token on. They are never begun again, since that would favour short answers: long ones are interrupted more often.
-Evaluation, the start-up table and `opd.Sampler` have answers drawn by the same loop, into memory: see `answers`.
+Rollouts that an earlier process of the same run left in the store are used. Finished ones stay as they are; unfinished ones
+continue after their last durable token. Restarting those would favour short answers, because long ones are interrupted more often.
+Evaluation, the start-up table and `opd.Sampler` draw answers in memory with the same loop: see `answers`.
 """
 
 from __future__ import annotations
@@ -49,23 +49,23 @@ from opd.rollouts.writers import AUTHORS, Writer, WriterContext
 from opd.store import RolloutStore
 
 COMMIT_TOKENS = 512  # group commit: tokens buffered before they are written
-DEMONSTRATION = "/demonstration"  # behind the id of the answer that it replaces
-SAMPLED_UNDER = "sampled_under"  # in a rollout's extras: ids of the prompt that it was sampled under
-REPLAY = "replay"  # the source of rollouts that an earlier run drew
-TRAJECTORY_DRAW = -1  # the sample number that keys "who writes?"
+DEMONSTRATION = "/demonstration"  # appended to the id of the answer that it replaces
+SAMPLED_UNDER = "sampled_under"  # in a rollout's extras: ids of the prompt that it was sampled from
+REPLAY = "replay"  # source of rollouts drawn by an earlier run
+TRAJECTORY_DRAW = -1  # sample number that keys the choice of writer
 
 
 @dataclass(frozen=True)
 class Planned:
-    """A rollout to be: who writes it, and what is read where that is not the prompt that it is trained on under."""
+    """A rollout to write: who writes it, and what the writer reads if that differs from the training prompt."""
 
     visit: Visit
     sample: int
     writer: Writer
     shown: Prompt | None = None
-    source: str = ""  # what the store notes; else what the writer says
-    beside: str = ""  # what keeps it out of the group of its visit
-    sampling: Sampling | None = None  # other than the stage's
+    source: str = ""  # the source noted in the store; default: the writer's
+    beside: str = ""  # set for a rollout outside the group of its visit
+    sampling: Sampling | None = None  # replaces the stage's sampling
 
 
 @dataclass
@@ -81,15 +81,15 @@ class Rollouter:
     store: RolloutStore
     desk: WriterContext
     max_prompt_tokens: int
-    max_length: int  # of a sequence in the sampler
-    replays: Mapping[int, RunSource] = field(default_factory=dict)  # sources that bring their answers, by number
+    max_length: int  # tokens of a sequence in the sampler
+    replays: Mapping[int, RunSource] = field(default_factory=dict)  # by number: sources with stored answers
     exact: bool = False  # replay unfinished rollouts token by token instead of prefilling them
     check_stop: Callable[[], None] = lambda: None
     on_token: Callable[[], None] = lambda: None
     ranks: Peers = field(default_factory=OneProcess)
     environment: Environment | None = None
-    consumed: int | None = 0  # rollouts in the store of earlier steps and stages; None: unknown, it was repaired
-    looked_at: dict[str, np.ndarray] = field(default_factory=dict)  # ids of prompts that somebody has rendered for us
+    consumed: int | None = 0  # stored rollouts of earlier steps and stages; None: unknown after a repair
+    looked_at: dict[str, np.ndarray] = field(default_factory=dict)  # prompt ids rendered in advance
     _replay: dict[str, DurableTokens] = field(default_factory=dict)
     _playing: dict[str, Playing] = field(default_factory=dict)
 
@@ -101,9 +101,9 @@ class Rollouter:
         *,
         durable: bool = True,
     ) -> Written:
-        """The finished rollouts, in the order of the visits. Nothing is returned that is not in the store.
+        """The finished rollouts, in the order of the visits. All of them are in the store.
 
-        `prompts`: what `rendered` gave. `durable`: whether to wait for the disk. Who reads them waits for it anyway.
+        `prompts`: the result of `rendered`. `durable`: whether to wait for the disk. Readers of the rollouts wait for it anyway.
         """
         planned: dict[str, Planned] = {}
         unshown = 0
@@ -121,7 +121,7 @@ class Rollouter:
         return written
 
     def for_thread(self, student: TokenSampler | LoggingSampler, check_stop: Callable[[], None]) -> Rollouter:
-        """The same for another thread, which samples with another sampler. Tokenizers change their settings while they encode."""
+        """A copy for another thread with its own sampler. It gets its own tokenizer, because tokenizers change their settings while they encode."""
         tokenizer = copy.deepcopy(self.tokenizer)
         desk = replace(self.desk, tokenizer=tokenizer, student=student)
         return replace(
@@ -129,9 +129,9 @@ class Rollouter:
         )
 
     def rendered(self, visits: Sequence[Visit]) -> dict[str, np.ndarray]:
-        """Ids of their prompts, by prompt."""
+        """Prompt id -> token ids of the visits' prompts."""
         found = {visit.prompt.id: self.prompt_ids(visit.prompt, self.sources[visit.source]) for visit in visits}
-        self.looked_at.clear()  # those of visits that nobody followed, too
+        self.looked_at.clear()  # including those of visits that were not used
         return found
 
     def carry_out(
@@ -142,7 +142,7 @@ class Rollouter:
         *,
         durable: bool = True,
     ) -> Written:
-        """Have rollouts written, by id. `prompts`: ids by prompt, where they are known."""
+        """Write the planned rollouts, by id. `prompts`: token ids by prompt, if known."""
         sampled = [plan for plan in planned.values() if plan.visit.source not in self.replays]
         writers: dict[tuple[str, str], Writer] = {
             (plan.writer.source(plan.visit, self.desk), plan.writer.author): plan.writer for plan in sampled
@@ -157,9 +157,9 @@ class Rollouter:
     def _requests(
         self, planned: Mapping[str, Planned], version: int, prompts: Mapping[str, np.ndarray] | None
     ) -> tuple[dict[tuple[str, str], list[SampleRequest]], int, int]:
-        """What is to be sampled, by source and author; and how many rollouts an earlier process had finished, and begun.
+        """The requests to sample, by source and author; and how many rollouts an earlier process had finished and begun.
 
-        Everything else that is planned is in the store already, or is put there.
+        All other planned rollouts are in the store already or are written to it here.
         """
         if prompts is None:
             prompts = {plan.visit.prompt.id: self._rendered(plan.visit.prompt, plan) for plan in planned.values()}
@@ -190,12 +190,12 @@ class Rollouter:
         return requests, finished, len(durable)
 
     def demonstrate(self, failed: Rollout, visit: Visit, source: str, text: str, version: int) -> str:
-        """Write a text that somebody else gave beside an answer that failed; the id of its rollout."""
+        """Store a given text as a demonstration for a failed answer; returns the id of its rollout."""
         rollout_id = failed.id + DEMONSTRATION
         self.consumed = None if self.consumed is None else self.consumed + 1
         known = self.store.entries.get(rollout_id)
         if known is not None and known.stop is not None:
-            return rollout_id  # an earlier process had it
+            return rollout_id  # written by an earlier process
         durable = None if known is None else self.store.partial([rollout_id])[0]
         if durable is None:
             plan = Planned(visit, failed.sample, self.spec.everyone[-1])
@@ -206,12 +206,12 @@ class Rollouter:
     def rollout_id(self, visit: Visit, sample: int) -> str:
         return f"{self.stage}/{visit.prompt.id}/{visit.visit}/{sample}"
 
-    # What an earlier process left
+    # Rollouts of an earlier process
 
     def _take_up(
         self, planned: Mapping[str, Planned], prompts: Mapping[str, np.ndarray], shown: Mapping[str, np.ndarray]
     ) -> tuple[dict[str, Rollout], int]:
-        """Unfinished rollouts of this batch, with their durable tokens; and how many are finished."""
+        """The unfinished rollouts of this batch with their durable tokens, and the number of finished ones."""
         known = {
             rollout_id: self.store.entries[rollout_id] for rollout_id in planned if rollout_id in self.store.entries
         }
@@ -223,7 +223,7 @@ class Rollouter:
         durable = dict(zip(open_ids, self.store.partial(open_ids), strict=True)) if open_ids else {}
         for rollout in [*(self.store.load(finished) if finished else ()), *durable.values()]:
             read = shown.get(rollout.id, prompts[rollout.prompt_id])
-            replayed = planned[rollout.id].visit.source in self.replays  # which brings what was read
+            replayed = planned[rollout.id].visit.source in self.replays  # it stores what its writer read
             same = np.array_equal(rollout.prompt_ids, prompts[rollout.prompt_id])
             if not same or not (replayed or np.array_equal(sampled_under(rollout), read)):
                 raise DataError(
@@ -260,12 +260,12 @@ class Rollouter:
         return render_prompt(prompt, self.tokenizer, self.sources[plan.visit.source].chat_template_kwargs)
 
     def fits(self, prompt: Prompt, visit: Visit, new_tokens: int | None = None, context: int = sys.maxsize) -> bool:
-        """Whether the sampler has room for a prompt that the start could not look at. `context`: of who reads it."""
+        """Whether a prompt that was not checked at the start fits into the sampler. `context`: tokens that its reader can take."""
         ids = render_prompt(prompt, self.tokenizer, self.sources[visit.source].chat_template_kwargs)
         return ids.size + (new_tokens or self.spec.max_new_tokens) <= min(self.max_length, context)
 
     def _chosen(self, visit: Visit) -> tuple[Writer | None, Prompt | None]:
-        """Who answers, and what is read if it is not the prompt. No writer: there is nothing to show, so the student answers."""
+        """The writer, and what it reads instead of the prompt. Without a writer there is nothing to show, and the student answers."""
         writer = self._writer(visit)
         if not writer.shows_more or visit.source in self.replays:
             return writer, None
@@ -310,7 +310,7 @@ class Rollouter:
         self.store.finish(rollout_id, "length" if cut else "stop")
 
     def _replay_stored(self, rollout_id: str, plan: Planned, prompt_ids: np.ndarray, durable: Rollout | None) -> None:
-        """An answer of an earlier run, with its authors and the log-probs of the policy that drew it."""
+        """Store an answer of an earlier run, with its authors and the log-probs of the policy that drew it."""
         visit = plan.visit
         stored = self.replays[visit.source].rollout(visit.prompt, plan.sample)
         if not np.array_equal(stored.prompt_ids, prompt_ids):
@@ -331,7 +331,7 @@ class Rollouter:
         self.store.finish(rollout_id, stored.stop)
 
     def _play(self, request: SampleRequest, prompt: Prompt, durable: Rollout | None) -> SampleRequest:
-        """The first turn of an episode, or the one in which an earlier process was interrupted."""
+        """The first turn of an episode, or the turn in which an earlier process was interrupted."""
         assert self.environment is not None
         playing = Playing(self.environment, request, prompt, self.tokenizer)
         if durable is not None:
@@ -360,13 +360,13 @@ class Rollouter:
         )
 
     def _replayed(self, event: SampledToken) -> bool:
-        """Whether a token drawn again is in the store already."""
+        """Whether a token drawn again is already in the store."""
         replay = self._replay.get(event.request_id)
         return replay is not None and replay.holds(event)
 
 
 class Sink(Protocol):
-    """Where tokens go: the rollout store, or memory."""
+    """Where tokens are written: the rollout store, or memory."""
 
     def append_many(self, tokens: TokenColumns, author: Author | np.ndarray = Author.STUDENT) -> None: ...
     def extend(self, id: str, response_ids: np.ndarray, author: Author, version: int) -> None: ...
@@ -386,14 +386,14 @@ def draw_into(
     check_stop: Callable[[], None] = lambda: None,
     on_token: Callable[[SampledToken], None] = lambda token: None,
 ) -> None:
-    """Have requests answered. Tokens of one step of the sampler, one of each request, go into the sink together.
+    """Sample answers to requests. The tokens of one sampler step, one per request, go into the sink together.
 
-    `author`: of tokens of which the sampler does not say it. `playing`: the episodes of requests that have one: when a turn ends,
-    the environment's tokens are added and the next turn is asked for, while the sampler works on the other requests.
+    `author`: the author of tokens for which the sampler gives none. `playing`: the episodes of requests in an environment. When a turn
+    ends, the environment's tokens are added and the next turn is requested, while the sampler works on the other requests.
     """
     drawn: dict[str, SampledToken] = {}
     playing, waiting = playing or {}, 0
-    turns: Any = TurnSource(requests)  # gives None where nothing is ready yet
+    turns: Any = TurnSource(requests)  # gives None when nothing is ready yet
     try:
         for event in sampler.sample(turns if playing else requests):
             if isinstance(event, SampledToken):
@@ -431,14 +431,14 @@ def _keep(drawn: dict[str, SampledToken], sink: Sink, author: Author) -> None:
 
 
 class TurnSource:
-    """Requests of which some come later: gives None as long as another turn may follow."""
+    """Requests, some of which are added later. Gives None while another turn may follow."""
 
     def __init__(self, requests: Iterable[SampleRequest]) -> None:
         self._ready = deque(requests)
-        self._open = len(self._ready)  # asked for and not ended
+        self._open = len(self._ready)  # requested and not ended
 
     def ended(self, following: SampleRequest | None) -> None:
-        """A request has been answered; `following`: the next turn of its rollout."""
+        """A request has ended. `following`: the next turn of its rollout."""
         if following is None:
             self._open -= 1
         else:
@@ -456,19 +456,19 @@ class TurnSource:
 
 
 class Playing:
-    """One rollout in its environment. `stop`: why the rollout is over."""
+    """One rollout in its environment. `stop`: why the rollout ended."""
 
     def __init__(self, environment: Environment, request: SampleRequest, prompt: Prompt, tokenizer: Any) -> None:
         self._environment, self._request, self._tokenizer = environment, request, tokenizer
         self._episode = environment.open(prompt, request.key, tokenizer)
-        self.ids: list[int] = []  # of the response so far
-        self._start = self._turn = 0  # where the present turn begins, and its number
+        self.ids: list[int] = []  # the response so far
+        self._start = self._turn = 0  # where the current turn begins, and its number
         self._rewards: list[float | None] = []
         self._feedback: list[str] = []
         self.stop: StopReason = "env"
 
     def turn_request(self) -> SampleRequest:
-        """For the turn that begins, or continues, after the tokens so far."""
+        """A request for the turn that begins, or continues, after the tokens so far."""
         whole = self._request.sampling
         left = whole.max_new_tokens - self._start
         sampling = replace(whole, max_new_tokens=min(left, self._environment.turn_tokens or left))
@@ -476,7 +476,7 @@ class Playing:
         return replace(self._request, prefix_ids=prefix, start=self._start, sampling=sampling)
 
     def end_turn(self, stop: StopReason, sink: Sink) -> SampleRequest | None:
-        """The turn is over: the next one, or None if the rollout is. Notes what it was worth then."""
+        """End the turn. Returns the next turn, or None at the end of the rollout, when rewards and feedback are noted."""
         step = self._step(stop)
         more = np.array(step.ids, dtype=np.int32)
         over = step.done or self._turn == self._environment.turns or not more.size
@@ -509,7 +509,7 @@ class Playing:
         self._start = len(self.ids)
 
     def play_again(self, durable: Rollout) -> None:
-        """Up to where the store has it. The environment has to answer the stored turns as it did."""
+        """Replay the stored turns. The environment must answer them as it did before."""
         ids, own = durable.response_ids, durable.author != Author.ENV
         begins = [0, *(np.flatnonzero(np.diff(own.astype(np.int8))) + 1).tolist(), ids.size]
         for first, end in itertools.pairwise(begins):
@@ -528,7 +528,7 @@ class Playing:
 
 
 class MemorySink:
-    """Rollouts in memory, for evaluation and for loops of one's own."""
+    """Rollouts in memory, for evaluation and custom loops."""
 
     def __init__(self, requests: Sequence[SampleRequest]) -> None:
         self._columns: dict[str, list[list[Any]]] = {request.id: [[] for _ in range(6)] for request in requests}
@@ -583,7 +583,7 @@ class MemorySink:
 
 @dataclass(frozen=True)
 class Play:
-    """What in-memory rollouts need to be played in an environment: which, and the prompts by request."""
+    """How to play in-memory rollouts in an environment: the environment, and the prompts by request."""
 
     environment: Environment
     tokenizer: Any
@@ -598,7 +598,7 @@ def answers(
     play: Play | None = None,
     notes: dict[str, dict[str, Any]] | None = None,
 ) -> list[Rollout]:
-    """Rollouts in memory, in the order of the requests. `on_token`: as it is drawn. `notes`: gets what environments noted, by id."""
+    """Rollouts in memory, in the order of the requests. `on_token`: called for each token as it is drawn. `notes`: receives the environment's notes, by id."""
     sink, playing = MemorySink(requests), dict[str, Playing]()
     if play is not None:
         playing = {
@@ -613,7 +613,7 @@ def answers(
 
 
 def rollout_so_far(request: SampleRequest, tokens: Sequence[SampledToken]) -> Rollout:
-    """One that is still being sampled."""
+    """A rollout that is still being sampled."""
     sink = MemorySink([request])
     for token in tokens:
         _keep({request.id: token._replace(request_id=request.id)}, sink, Author.STUDENT)
@@ -636,7 +636,7 @@ def sampled_under(rollout: Rollout) -> np.ndarray:
 
 
 def as_trained(rollout: Rollout) -> Rollout:
-    """Log-probs under another prompt say nothing about the one that is trained on: they are unknown here."""
+    """Mark log-probs as unknown if they were drawn under another prompt than the one trained on."""
     if SAMPLED_UNDER not in rollout.extras:
         return rollout
     unknown = np.full(rollout.response_ids.size, np.nan, dtype=np.float32)
@@ -656,7 +656,7 @@ class DurableTokens:
         self._durable, self._next = durable, 0
 
     def holds(self, token: SampledToken) -> bool:
-        """Whether the store has this token already. One that differs is an error: the rest would differ too."""
+        """Whether the store already has this token. A different token is an error, because all later ones would differ too."""
         known, at = self._durable, self._next
         if at == known.response_ids.size:
             return False

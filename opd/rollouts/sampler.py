@@ -1,4 +1,4 @@
-"""Sampling by hand: answers to prompts, as rollouts in memory.
+"""Sampling in Python: answers to prompts, as rollouts in memory.
 
 sampler = opd.Sampler(student, max_new_tokens=64)
 rollouts = sampler.sample(opd.prompts("task:addition", 8), samples=4)
@@ -25,16 +25,14 @@ from opd.registry import by_hand
 from opd.rollouts.rollouter import answers
 from opd.rollouts.settings import Rollouts
 
-ROOM = 256  # tokens of the shortest sequence there is room for
+ROOM = 256  # the least sequence length that is allocated
 
 
 class Sampler:
-    """Answers of a model as it is now: weights are shared with it, or, where they cannot be, taken over before every
-    call.
+    """Samples from a model with its current weights: shared with it or, if that is not possible, copied before every call.
 
-    Draws are keyed by (seed, prompt, visit, sample): the same prompt asked again is another visit. `settings`: a
-    recipe's
-    `sampler` keys. `stop_ids`: beside the model's own, such as its teacher's.
+    Draws are keyed by (seed, prompt, visit, sample). Asking the same prompt again is another visit. `settings`: a recipe's
+    `sampler` keys. `stop_ids`: in addition to the model's own, for example its teacher's.
     """
 
     def __init__(
@@ -51,7 +49,7 @@ class Sampler:
         settings: Mapping[str, Any] | None = None,
     ) -> None:
         drawing = {"max_new_tokens": max_new_tokens, "temperature": temperature, "top_p": top_p, "top_k": top_k}
-        by_hand("sampler", Rollouts, drawing)  # as a recipe's are checked
+        by_hand("sampler", Rollouts, drawing)  # the same checks as for a recipe
         self.model, self.version = model, 0
         self.max_new_tokens, self.temperature, self.teacher_mix = max_new_tokens, temperature, 0.0
         self.top_p, self.top_k = top_p, top_k
@@ -60,7 +58,7 @@ class Sampler:
         self._visits: Counter[str] = Counter()
         self._opened: TokenSampler | None = None
         self._room, self._swaps = 0, False
-        self._ends: tuple[tuple[int, ...], int] = (), 0  # stop ids and number of ids that it was opened with
+        self._ends: tuple[tuple[int, ...], int] = (), 0  # stop ids, and how many ids it was opened with
 
     def __repr__(self) -> str:
         drawing = f"max_new_tokens={self.max_new_tokens}, temperature={self.temperature}"
@@ -69,7 +67,7 @@ class Sampler:
 
     @property
     def sampling(self) -> Sampling:
-        """With the model's stop ids as they are now: a teacher opened since may have added some."""
+        """Uses the model's current stop ids, since a teacher opened later may have added some."""
         stops = tuple(dict.fromkeys((*self.model.stop_ids, *self._stop_ids)))
         return Sampling(self.max_new_tokens, self.temperature, self.top_p, self.top_k, stops, self._stop)
 
@@ -79,9 +77,9 @@ class Sampler:
         samples: int = 1,
         on_token: Callable[[SampledToken], None] = lambda token: None,
     ) -> list[Rollout]:
-        """`samples` answers to every prompt, one group each, in the order of the prompts; or to a single one.
+        """`samples` answers to every prompt, or to a single prompt. One group per prompt, in order.
 
-        `on_token`: as it is drawn.
+        `on_token`: called for each token as it is drawn.
         """
         if samples < 1:
             raise UserError(f"samples: expected at least 1 for each prompt, got {samples}.")
@@ -108,7 +106,7 @@ class Sampler:
         return response_text(rollout.response_ids, self.model.tokenizer, self.sampling.stop_ids)
 
     def _with_room(self, prompt_tokens: int) -> TokenSampler:
-        """Opened for the longest prompt so far; twice the room when one is longer, and anew for other stop ids."""
+        """Open a sampler for the longest prompt so far. Room doubles for longer ones; other stop ids open a new sampler."""
         needed = prompt_tokens + self.max_new_tokens
         ends = self.sampling.stop_ids, self.model.size
         if self._opened is None or needed > self._room or ends != self._ends:

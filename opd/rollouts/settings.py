@@ -132,7 +132,7 @@ class Rollouts(BaseModel):
 
     @property
     def writers_by_key(self) -> dict[str, Any]:
-        """All writers by what asks for them, in the order in which a draw goes to them; the student comes last."""
+        """All writers by the key that asks for them, in the order in which a draw chooses them. The student comes last."""
         found = {}
         for name, share in (("data", self.data_share), ("teacher", self.teacher_share)):
             if share:
@@ -144,7 +144,7 @@ class Rollouts(BaseModel):
 
     @property
     def shown_to_student(self) -> list[str]:
-        """Keys under which the student answers having read more, with tokens that count as its own."""
+        """Keys under which the student reads more than the prompt, with tokens that count as its own."""
         found = [key for key, writer in self.writers_by_key.items() if writer.author == "student" and writer.shows_more]
         return [*found, *(["rescue"] if self.rescue is not None and self.rescue.trained_as == "student" else [])]
 
@@ -153,14 +153,14 @@ class Rollouts(BaseModel):
         return list(self.writers_by_key.values())
 
 
-# The keys of `rollout.rescue`: prompts that all samples failed are answered again under a view. No torch here.
+# --- The keys of `rollout.rescue`: prompts that all samples failed are answered again under a view ---
 
 
-HINT = "hint"  # the field that a written hint becomes
+HINT = "hint"  # the field that holds a written hint
 
 
 class Hint(BaseModel):
-    """A text that a model writes at run time, having read more than the student; the view's template names it `{hint}`."""
+    """A text that a model writes during the run after reading more than the student. The view's template names it `{hint}`."""
 
     model_config = SETTINGS
     by: Literal["teacher", "student"] = Field("teacher", description="the prompt's own teacher, or the student")
@@ -175,12 +175,12 @@ class Hint(BaseModel):
 
     @property
     def question(self) -> Any:
-        """As a view, which fills in the template."""
+        """A view that fills in the template."""
         return registry.find("view", "template").model_validate({"template": self.template})
 
 
 class Rescue(BaseModel):
-    """Sample again what every sample failed, under a view; right answers take the places of some that were wrong."""
+    """Sample again under a view when every sample failed. Right answers replace some of the wrong ones."""
 
     model_config = SETTINGS
     view: Annotated[Any, Family("view")] = Field(description="what the student reads then")
@@ -209,18 +209,18 @@ class Rescue(BaseModel):
             yield f"replace {self.replace} of rollout.samples {samples}. Lower it."
 
     def shortest(self, prompt: Prompt) -> Prompt:
-        """The prompt as it is when an empty hint stands in it: for looking at lengths beforehand."""
+        """The prompt with an empty hint, to check lengths in advance."""
         return replace(prompt, fields={**prompt.fields, HINT: " "}) if self.hint is not None else prompt
 
 
-# The keys of `rollout.experience`: what a model makes of a batch's answers, for teachers to read. No torch here.
+# --- The keys of `rollout.experience`: a text about a batch's answers, for teachers to read ---
 
 
 EXPERIENCE, TRAJECTORIES = "experience", "trajectories"
 
 
 class Experience(BaseModel):
-    """A text that a model writes in every step, having read some of its answers; views name it `{experience}` (OEL)."""
+    """A text that a model writes in every step after reading some of its answers. Views name it `{experience}` (OEL)."""
 
     model_config = SETTINGS
     by: Literal["teacher", "student"] = Field("student", description="the prompts' own teacher, or the student")
@@ -241,18 +241,18 @@ class Experience(BaseModel):
 
     @property
     def question(self) -> Any:
-        """As a view, which fills in the template."""
+        """A view that fills in the template."""
         return registry.find("view", "template").model_validate({"template": self.template})
 
 
-# Answers that a model behind a chat endpoint writes in place of those that failed. No torch, no httpx here.
+# --- Answers of a model at a chat endpoint, in place of those that failed. No torch, no httpx here. ---
 
 
 PROMPT = "prompt"
 
 
 class Demonstrations(BaseModel):
-    """Which answers are replaced, and who is asked for better ones."""
+    """Which answers are replaced, and which model is asked for better ones."""
 
     model_config = SETTINGS
     endpoint: Endpoint = Field(description="`address`, `model`, `token_env`, `price`, …")
@@ -274,7 +274,7 @@ class Demonstrations(BaseModel):
         return well_formed(value)
 
     def question(self, about: str, prompt: Prompt) -> ChatQuestion | None:
-        """None: the prompt lacks a column that the template shows."""
+        """The question; None if the prompt lacks a column that the template shows."""
         values = {**field_texts(prompt.fields), PROMPT: question(prompt)}
         if any(name not in values for name in fields_of(self.template)):
             return None

@@ -1,7 +1,6 @@
-"""Who writes the answers of a step. One writer answers a prompt, all its samples; which one is a draw keyed by the
-visit.
+"""Who writes the answers of a step. One writer answers all samples of a prompt; a draw keyed by the visit chooses it.
 
-The student has what the shares of the others leave. Everything that is written goes into the store.
+The student writes what the other writers' shares leave. All answers go into the store.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ AUTHORS = {"student": Author.STUDENT, "teacher": Author.TEACHER, "data": Author.
 
 @dataclass(frozen=True)
 class WriterContext:
-    """What a writer has at hand. Samplers of teachers are opened when they are first asked for."""
+    """What a writer can use. Samplers of teachers are opened on first use."""
 
     tokenizer: Any
     max_new_tokens: int
@@ -35,11 +34,11 @@ class WriterContext:
     teacher_for: Callable[[Prompt], str]  # the name of the prompt's own teacher
     student: TokenSampler | LoggingSampler
     teacher: Callable[[str], TokenSampler]
-    mixed: Callable[[str], TokenSampler]  # the student with that teacher mixed in
+    mixed: Callable[[str], TokenSampler]  # the student mixed with that teacher
     template_kwargs: Callable[[Visit], Mapping[str, Any]]
 
     def completion(self, visit: Visit, text: str | None = None) -> tuple[np.ndarray, bool]:
-        """A text, or else the dataset's own answer, as ids that end in a stop id; and whether the limit cut it off."""
+        """Token ids of a text, or of the dataset's own answer, ending in a stop id; and whether the limit cut it off."""
         prompt = visit.prompt
         if text is not None:
             prompt = replace(prompt, fields={**prompt.fields, "completion": text})
@@ -49,14 +48,14 @@ class WriterContext:
 
 
 class Writer(Choice):
-    """Either it samples (`sampler`), or it has the answer at hand (`completion`)."""
+    """A writer either samples (`sampler`) or has the answer already (`completion`)."""
 
     family = "writer"
-    author: ClassVar[Literal["student", "teacher", "data"]]  # whose tokens they are, to the terms of the objective
-    reads_completions: ClassVar[bool] = False  # so that prompts without one are found at the start
-    samples_teacher: ClassVar[bool] = False  # the prompt's own, which has to have a model in this process
-    takes_the_rest: ClassVar[bool] = False  # of the prompts, so `rollout.writers` cannot name it
-    shows_more: ClassVar[bool] = False  # it may read something else than the prompt that is trained on
+    author: ClassVar[Literal["student", "teacher", "data"]]  # the author of its tokens, for the objective's terms
+    reads_completions: ClassVar[bool] = False  # if so, prompts without a completion are found at the start
+    samples_teacher: ClassVar[bool] = False  # uses the prompt's own teacher, which needs a model in this process
+    takes_the_rest: ClassVar[bool] = False  # takes the remaining prompts, so `rollout.writers` cannot name it
+    shows_more: ClassVar[bool] = False  # it may read something other than the training prompt
 
     share: Fraction = Field(0.0, description="of the prompts, all samples of which it writes")
     samples: Count = Field(0, le=65_536, description="of every group, in place of a share of the prompts")
@@ -66,9 +65,9 @@ class Writer(Choice):
             yield "there is no teacher to sample from. Give one, or drop it."
 
     def asks(self, prompt: Prompt) -> Prompt | None:
-        """What it reads in place of the prompt; None: it has nothing to read, and the student answers plainly.
+        """What it reads instead of the prompt. None: there is nothing to read, and the student answers the plain prompt.
 
-        What it writes is trained on under the prompt itself.
+        The answer is trained on under the original prompt.
         """
         return prompt
 
@@ -77,11 +76,11 @@ class Writer(Choice):
         return set()
 
     def source(self, visit: Visit, desk: WriterContext) -> str:
-        """What the store notes as the rollout's source. Rollouts of one source are sampled together."""
+        """The rollout's source in the store. Rollouts of one source are sampled together."""
         return self.name
 
     def completion(self, visit: Visit, desk: WriterContext) -> tuple[np.ndarray, bool] | None:
-        """(response ids, whether they were cut off), or None: it is sampled."""
+        """(response ids, whether they were cut off), or None if the answer is sampled."""
         return None
 
     def sampler(self, source: str, desk: WriterContext) -> TokenSampler | LoggingSampler:
@@ -100,7 +99,7 @@ class StudentWriter(Writer):
 
 
 class MixedWriter(Writer):
-    """The student, each token drawn from the mixture with the prompt's own teacher."""
+    """The student, with each token drawn from the mixture with the prompt's own teacher."""
 
     name = "mixed"
     author = "student"
@@ -115,7 +114,7 @@ class MixedWriter(Writer):
 
 
 class ShownWriter(Writer):
-    """The student, which reads what a view shows of the prompt (HDPO, hints, reprompting)."""
+    """The student, after reading what a view shows of the prompt (HDPO, hints, reprompting)."""
 
     name = "shown"
     shows_more = True
@@ -158,7 +157,7 @@ class ShownWriter(Writer):
 
 
 class TeacherWriter(Writer):
-    """The prompt's own teacher."""
+    """The prompt's own teacher writes the answer."""
 
     name = "teacher"
     author = "teacher"
@@ -172,7 +171,7 @@ class TeacherWriter(Writer):
 
 
 class DataWriter(Writer):
-    """The dataset's own answer."""
+    """The answer is the dataset's own."""
 
     name = "data"
     author = "data"

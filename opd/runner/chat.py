@@ -1,6 +1,6 @@
-"""`opd chat`: ask a model and, against it, a teacher, who looks over its shoulder: tokens are coloured as they are written.
+"""`opd chat`: talk to a model, optionally against a teacher that colours the model's tokens as they are written.
 
-Orange tokens are those that the teacher likes less than the student did, blue ones those that it likes more.
+The teacher likes orange tokens less than the student did, and blue ones more.
 """
 
 from __future__ import annotations
@@ -20,26 +20,26 @@ from opd.rollouts.rollouter import rollout_so_far
 from opd.rollouts.sampler import Sampler
 from opd.teachers.teacher import Teacher
 
-CHUNK = 8  # tokens between two looks of the teacher
-LETTER = 4  # tokens that one may be cut into: UTF-8 has no longer ones
-CUT = "\ufffd"  # where a letter is not whole yet
+CHUNK = 8  # tokens between two scores of the teacher
+LETTER = 4  # the most tokens for one character: UTF-8 has at most 4 bytes
+CUT = "\ufffd"  # marks an incomplete character
 STYLES = ((3.0, "black on dark_orange"), (1.0, "dark_orange"), (0.3, "orange3"), (-0.3, ""), (-1.0, "sky_blue3"))
-MOST = "bold sky_blue2"  # liked more by a nat and over
+MOST = "bold sky_blue2"  # liked more by a nat or more
 
 
 @dataclass
 class Watched:
-    """An answer as it is written: shown in pieces, with what the teacher says of them."""
+    """An answer while it is written, shown in pieces with the teacher's scores."""
 
     show: Callable[[str, float | None], None]
     score: Callable[[list[SampledToken]], np.ndarray] | None
     decode: Callable[[list[int]], str]
     stops: frozenset[int]
     tokens: list[SampledToken] = field(default_factory=list)
-    shown: int = 0  # tokens
+    shown: int = 0  # number of tokens shown
     ratios: list[float] = field(default_factory=list)
     _scored: int = 0
-    _text: str = ""  # of the tokens shown
+    _text: str = ""  # the text of the tokens shown
 
     def take(self, token: SampledToken) -> None:
         self.tokens.append(token)
@@ -47,7 +47,7 @@ class Watched:
             self.flush()
 
     def flush(self, last: bool = False) -> None:
-        """Show what has come since. A letter may be cut into several tokens, which wait for each other; `last`: nothing comes any more."""
+        """Show new tokens. Tokens that form one character wait until it is complete. `last`: no tokens follow."""
         new = self.tokens[self._scored :]
         if new and self.score is not None:
             said = self.score(self.tokens)[self._scored :]
@@ -65,7 +65,7 @@ class Watched:
 
 
 class Talk:
-    """A conversation. `against`: the teacher, of the same tokenizer."""
+    """A conversation. `against`: a teacher with the same tokenizer."""
 
     def __init__(
         self,
@@ -87,7 +87,7 @@ class Talk:
         self._other = None if self._teacher is None else Sampler(self._teacher.model, **ways)  # type: ignore[arg-type]
 
     def ask(self, question: str) -> None:
-        """One question, both answers; the student's goes on as the conversation."""
+        """Ask one question and show both answers. The conversation continues with the student's."""
         self._messages.append({"role": "user", "content": question})
         self._turn += 1
         prompt = Prompt(id=f"chat/{self._turn}", domain="", messages=tuple(self._messages))
@@ -133,7 +133,7 @@ class Talk:
 
 
 def questions(ask: Callable[[], str]) -> Iterator[str]:
-    """Lines until the end of the input; empty ones are passed over, and bytes that are no text are shown as such."""
+    """Lines until the end of the input. Empty lines are skipped, and bytes that are not text are shown as such."""
     while True:
         try:
             line = ask().strip()

@@ -1,9 +1,9 @@
-"""Checkpoints: a Hugging Face model directory plus the trainer's state and a manifest, all there or not there at all.
+"""Checkpoints: a Hugging Face model directory with the trainer's state and a manifest. Each one is complete or absent.
 
 checkpoints/STAGE/step-000100/   model, optimiser.safetensors, trainer.json, manifest.json with the sha256 of every file;
-                                 teachers/weights.safetensors, where teachers follow the student;
-                                 modules/NAME/{weights,optimiser}.safetensors of trainable modules
-checkpoints/latest               a link to the newest one, replaced in one move
+                                                                  teachers/weights.safetensors, if teachers follow the student;
+                                                                  modules/NAME/{weights,optimiser}.safetensors of trainable modules
+                                 checkpoints/latest               a link to the newest checkpoint, replaced atomically
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ if TYPE_CHECKING:
 
 NAME = re.compile(r"step-(?:[0-9]{6}|[1-9][0-9]{6,})")
 MANIFEST, STATE, TENSORS = "manifest.json", "trainer.json", "optimiser.safetensors"
-TEACHERS = "teachers/weights.safetensors"  # of teachers that follow the student
-MODULES, WEIGHTS = "modules", "weights.safetensors"  # of each module a folder with these and its optimiser's
+TEACHERS = "teachers/weights.safetensors"  # weights of teachers that follow the student
+MODULES, WEIGHTS = "modules", "weights.safetensors"  # each module has a folder with its weights and its optimiser
 
 
 def checkpoint_directory(root: Path, stage: str, step: int) -> Path:
@@ -77,9 +77,9 @@ def save_checkpoint(
     state: dict[str, Any],
     further: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> Path:
-    """Write under a temporary name, sync, then rename: a half-written checkpoint never has its final name.
+    """Write under a temporary name, sync, then rename, so that a half-written checkpoint never has its final name.
 
-    `further`: file -> tensors, in folders of their own: the model's is read by others.
+    `further`: file -> tensors. These files go into subfolders because other programs read the model's folder.
     """
     from safetensors.torch import save_file
 
@@ -94,7 +94,7 @@ def save_checkpoint(
     for path in [*files, *(path for path in partial.rglob("*") if path.is_dir())]:
         sync(path)
     write_sealed(partial / MANIFEST, {"files": {str(path.relative_to(partial)): sha256(path) for path in files}})
-    if directory.is_dir():  # a step that is done again, because its checkpoint was damaged or a newer one was
+    if directory.is_dir():  # the step was repeated because its checkpoint or a newer one was damaged
         old = directory.with_name(f".{directory.name}.old")
         shutil.rmtree(old, ignore_errors=True)
         directory.rename(old)
@@ -105,7 +105,7 @@ def save_checkpoint(
 
 
 def verify_checkpoint(directory: Path) -> None:
-    """Every file of the manifest is there and unaltered."""
+    """Check that every file of the manifest exists and is unaltered."""
     if not (directory / MANIFEST).is_file():
         raise RunDirectoryError(
             f"checkpoint {directory}: no {MANIFEST}, so it was not written by a run or is incomplete."
@@ -119,13 +119,13 @@ def verify_checkpoint(directory: Path) -> None:
 
 
 def read_state(directory: Path) -> dict[str, Any]:
-    """The trainer's state of a verified checkpoint."""
+    """Verify a checkpoint and return the trainer's state."""
     with reading(directory / STATE):
         return json.loads((directory / STATE).read_text(encoding="utf-8"))
 
 
 def steps_in(directory: Path) -> list[Path]:
-    """The checkpoints of a stage, oldest first. Other names beside them are somebody else's."""
+    """The checkpoints of a stage, oldest first. Entries with other names are ignored."""
     if not directory.is_dir():
         return []
     with reading(directory):
@@ -138,20 +138,20 @@ def step_of(checkpoint: Path) -> int:
 
 
 def retain(directory: Path, keep: int, keep_every: int, best: Path | None) -> None:
-    """Delete all but the newest `keep` step checkpoints; the best one and every `keep_every`-th step stay.
+    """Delete old step checkpoints. The newest `keep`, the best and every `keep_every`-th step stay.
 
-    Only what has our manifest is ours to delete.
+    Only directories with our manifest are deleted.
     """
     ours = [path for path in steps_in(directory) if (path / MANIFEST).is_file()]
     for path in ours[:-keep]:
         if path != best and not (keep_every and step_of(path) % keep_every == 0):
             gone = path.with_name(f".{path.name}.old")
-            path.rename(gone)  # first out of sight: half a directory never looks like a checkpoint
+            path.rename(gone)  # rename first, so that a half-deleted directory never looks like a checkpoint
             shutil.rmtree(gone)
 
 
 def point_latest(checkpoint: Path) -> None:
-    """`checkpoints/latest` names this one from now on."""
+    """Make `checkpoints/latest` point to this checkpoint."""
     link = checkpoint.parent.parent / "latest"
     partial = link.with_name(".latest.partial")
     partial.unlink(missing_ok=True)
@@ -161,12 +161,12 @@ def point_latest(checkpoint: Path) -> None:
 
 
 class Saver:
-    """Writes one checkpoint at a time, in a thread where asked. An error in it comes up at the next call."""
+    """Writes one checkpoint at a time, on request in a thread. The next call raises an error of that thread."""
 
     def __init__(self) -> None:
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
-        self.seconds: float | None = None  # that the newest save took
+        self.seconds: float | None = None  # duration of the newest save
 
     def save(self, write: Callable[[], None], *, background: bool) -> None:
         self.wait()
@@ -191,13 +191,13 @@ class Saver:
         return self._thread is not None and self._thread.is_alive()
 
     def check(self) -> None:
-        """Raise what a save that is over has run into."""
+        """Raise the error of a finished save, if it had one."""
         if not self.busy and self._error is not None:
             error, self._error = self._error, None
             raise error
 
     def settle(self) -> None:
-        """Let a save end when the run has failed already: its own error would hide the first."""
+        """Wait for a save after the run has failed. Its error is ignored, so that it does not hide the first one."""
         if self._thread is not None:
             self._thread.join()
 
@@ -207,16 +207,16 @@ class Saver:
         self.check()
 
 
-# When a stage saves: at the end of a step, and when the run has to end early.
+# --- When a stage saves: at the end of a step, and when the run ends early ---
 
 
-SAVE_RATE = 50e6  # bytes per second a save is trusted to reach before one has been timed
+SAVE_RATE = 50e6  # bytes per second, assumed until a save has been timed
 
 
 class StageCheckpoints:
-    """The checkpoints of one stage. `started`: when it would have begun, had it run in one go.
+    """The checkpoints of one stage. `started`: when the stage would have begun if it had run without interruption.
 
-    Another stage of the recipe may be halfway, and what it has in the store is its own.
+    Another stage of the recipe may be unfinished; its rollouts in the store are kept.
     """
 
     def __init__(
@@ -234,13 +234,13 @@ class StageCheckpoints:
         self._recipe = recipe
         self._durable = durable_parts(parts)
         self._boundary = self._states()
-        self._untold: list[Path] = []  # saved or being saved, and not yet announced
-        self.metrics: dict[str, Any] = {}  # of the newest step
-        self.unreported: StepReport | None = None  # the same step, until it is evaluated and written
-        self.lines: Callable[[int], dict[str, int]] = lambda _: {}  # file -> lines of the stage up to a step
+        self._untold: list[Path] = []  # saved or being saved, not yet announced
+        self.metrics: dict[str, Any] = {}  # metrics of the newest step
+        self.unreported: StepReport | None = None  # report of the newest step, until it is evaluated and written
+        self.lines: Callable[[int], dict[str, int]] = lambda _: {}  # file -> number of the stage's lines up to a step
 
     def _states(self) -> dict[str, Any]:
-        """What a complete step leaves, apart from tensors: from here the next step can begin again."""
+        """The state after a complete step, without tensors. The next step can start from it."""
         return {key: value for part in self._durable for key, value in part.state().items()}
 
     def step_ended(self, report: StepReport) -> None:
@@ -248,7 +248,7 @@ class StageCheckpoints:
         self.metrics, self.unreported = report.metrics, report
 
     def check(self) -> None:
-        """Raise what a save in the background has run into, and announce one that is over."""
+        """Raise the error of a background save, and announce saves that have finished."""
         self._saver.check()
         self.announce()
 
@@ -257,7 +257,7 @@ class StageCheckpoints:
         self.announce()
 
     def announce(self) -> None:
-        """Checkpoints are announced once they are durable, in the thread that trains."""
+        """Announce checkpoints once they are durable, from the training thread."""
         if self._saver.busy:
             return
         untold, self._untold = self._untold, []
@@ -266,7 +266,7 @@ class StageCheckpoints:
                 self._callbacks.checkpoint(path)
 
     def keep(self, better: bool) -> Path:
-        """A checkpoint of the step that has just ended, unless there is one; it replaces older ones."""
+        """Save the step that has just ended, unless it is saved already, and delete older checkpoints."""
         where = self._directory(self._result.steps)
         self._result.best = where if better else self._result.best
         if self._result.saved != self._result.steps:
@@ -276,7 +276,7 @@ class StageCheckpoints:
         return where
 
     def rescue(self, stop: BaseException, grace_left: Callable[[], float]) -> str:
-        """Save what is there when a run ends early, where that makes sense; says where the weights are."""
+        """Save when a run ends early, if possible. Returns a sentence that says where the weights are."""
         parts, result = self._parts, self._result
         parts.store.commit(sync=True)
         preempted, ranks = isinstance(stop, Preempted), parts.ranks
@@ -284,7 +284,7 @@ class StageCheckpoints:
         last = "no checkpoint had been saved"
         if result.saved is not None:
             last = f"the last checkpoint is {self._directory(result.saved)}"
-        alone = ranks.sharded and not isinstance(stop, Stopped)  # an error may be this rank's, and a save takes all
+        alone = ranks.sharded and not isinstance(stop, Stopped)  # the error may be local; a save needs all ranks
         if alone or ranks.share(lambda: result.saved == result.steps and not self._saver.busy):
             return last
         if not result.steps:
@@ -321,7 +321,7 @@ class StageCheckpoints:
             "store": parts.store.position.to_json(),
             "unreported": None if self.unreported is None else self.unreported.metrics,
             "lines": self.lines(result.steps - (self.unreported is not None)),
-            "newest": self.unreported.written.ids if self.unreported else [],  # whose samples are not written yet
+            "newest": self.unreported.written.ids if self.unreported else [],  # their samples are not written yet
             "result": result.state(),
             **{key: value for key, value in self._boundary.items() if key not in FIRST},
         }
@@ -343,18 +343,18 @@ class StageCheckpoints:
         return where
 
     def _give_back(self, folder: Path) -> None:
-        """Segments of the store that no checkpoint needs to go on from, and that the recipe does not ask to keep."""
+        """Delete segments of the store that no checkpoint needs to resume and that the recipe does not keep."""
         spec, kept = self._parts.spec, self._parts.spec.store.retain
         if kept is None:
             return
         others = [folder.with_name(stage.name) for stage in self._recipe.stages if stage.name != spec.name]
         halfway = {path.name: steps_in(path) for path in others if not (path / RESULT).exists()}
         if any(not saved and self._has_begun(name) for name, saved in halfway.items()):
-            return  # it goes on from its first rollout
+            return  # that stage resumes from its first rollout
         states = [read_state(path) for path in chain(steps_in(folder), *halfway.values())]
         counts = [state["rollouts"] for state in states]
-        if counts and None not in counts:  # else the log was repaired, and nobody knows
-            until = min(state["store"]["segment"] for state in states)  # where their resuming looks for a frame
+        if counts and None not in counts:  # otherwise the log was repaired, and the counts are unknown
+            until = min(state["store"]["segment"] for state in states)  # the first segment that they need to resume
             self._parts.store.reclaim(min(counts) - kept * spec.rollout.prompts * spec.rollout.samples, until)
 
     def _has_begun(self, stage: str) -> bool:
@@ -378,24 +378,24 @@ def _copied(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
 
 
-# What a checkpoint holds: parts, each with its state, its files and a way back.
+# --- What a checkpoint holds: parts, each with state, files and a way to restore them ---
 
 
-FIRST = ("stream", "updates", "version", "rollouts", "random")  # of the trainer's state, in this order
+FIRST = ("stream", "updates", "version", "rollouts", "random")  # first keys of the trainer's state, in order
 
 
 @dataclass(frozen=True)
 class DurablePart:
-    """One thing of a stage that outlives its process. `state` is noted after every step, `files` when one is saved."""
+    """A part of a stage that is saved in checkpoints. `state` is recorded after every step, `files` when a checkpoint is saved."""
 
     parts: StageParts
 
     def state(self) -> dict[str, Any]:
-        """Its keys in the trainer's state: numbers and texts."""
+        """This part's keys in the trainer's state: numbers and strings."""
         return {}
 
     def files(self) -> Mapping[str, Mapping[str, torch.Tensor]]:
-        """File -> tensors. On ranks all have to ask, and the leader's are written."""
+        """File -> tensors. All ranks must call this; the leader's files are written."""
         return {}
 
     def restore(self, state: Mapping[str, Any], checkpoint: Path) -> None:
@@ -403,11 +403,11 @@ class DurablePart:
 
 
 class StudentPart(DurablePart):
-    """Weights, which `LanguageModel.save` writes as a model of their own, and their optimiser."""
+    """The student's optimiser. `LanguageModel.save` writes the weights as a separate model."""
 
     def state(self) -> dict[str, Any]:
         kind = self.parts.optimiser.kind
-        named = {} if kind.by_default else {"optimiser": kind.name}  # older checkpoints name none
+        named = {} if kind.by_default else {"optimiser": kind.name}  # older checkpoints name no optimiser
         return {"updates": self.parts.optimiser.updates, **named}
 
     def files(self) -> Mapping[str, Mapping[str, torch.Tensor]]:
@@ -421,7 +421,7 @@ class StudentPart(DurablePart):
 
 
 class ModulesPart(DurablePart):
-    """Trainable modules: weights and optimiser of each."""
+    """Trainable modules: the weights and optimiser of each."""
 
     def state(self) -> dict[str, Any]:
         modules = self.parts.trainer.learner.modules
@@ -453,11 +453,11 @@ class TeachersPart(DurablePart):
 
     def restore(self, state: Mapping[str, Any], checkpoint: Path) -> None:
         followed = load_file(checkpoint / TEACHERS) if (checkpoint / TEACHERS).exists() else {}
-        restore_teachers(self.parts.teachers, state.get("teachers", {}), followed)  # older checkpoints know of none
+        restore_teachers(self.parts.teachers, state.get("teachers", {}), followed)  # older checkpoints have no teachers
 
 
 class StreamPart(DurablePart):
-    """The prompt stream, and how many rollouts have been trained on so far, earlier stages included."""
+    """The prompt stream, and the number of rollouts trained on so far, including earlier stages."""
 
     def state(self) -> dict[str, Any]:
         return {"stream": self.parts.stream.state(), "rollouts": self.parts.rollouter.consumed}
@@ -469,7 +469,7 @@ class StreamPart(DurablePart):
 
 
 class SamplersPart(DurablePart):
-    """Their weights are the student's, which is restored by now."""
+    """The samplers. They take the student's weights, which are restored before them."""
 
     def state(self) -> dict[str, Any]:
         return {"version": self.parts.samplers.version}
@@ -494,7 +494,7 @@ def durable_parts(parts: StageParts) -> list[DurablePart]:
 
 
 def require_optimiser(optimiser: Optimiser, saved: str | None, where: str, key: str) -> None:
-    """Refuse moments of another kind of optimiser. Checkpoints of the usual one do not name it."""
+    """Reject a checkpoint of another kind of optimiser. Checkpoints of the default kind do not name it."""
     own, saved = optimiser.kind.name, saved or OPTIMISERS.default
     if own != saved:
         raise RunDirectoryError(
@@ -504,7 +504,7 @@ def require_optimiser(optimiser: Optimiser, saved: str | None, where: str, key: 
 
 
 def model_card(spec: Stage, step: int, metrics: Mapping[str, Any]) -> str:
-    """README.md of a saved model: where it came from, in the hub's format."""
+    """README.md of a saved model in the hub's format: where the model came from."""
     teachers = "\n".join(f"- {inline_code(name)}: {inline_code(kind.title)}" for name, kind in spec.teachers.items())
     terms = "\n".join(f"- {inline_code(term.model_dump_json(exclude_defaults=True))}" for term in spec.objective)
     divergence = metrics.get("reverse_kl")
@@ -518,14 +518,14 @@ def model_card(spec: Stage, step: int, metrics: Mapping[str, Any]) -> str:
     )
 
 
-# Where an interrupted run stands, and how its stage continues from there.
+# --- Where an interrupted run stands, and how each stage continues ---
 #
-# finished stages    their result.json, and the checkpoint it names
-# the stage at work  its newest checkpoint whose every file is unaltered; without any, its first step
-# one to continue    after its end, by a change (`runner/extend.py`): the same, and what it had ended with
-# after that step    the store: finished rollouts are used, unfinished ones are continued (`trainer.trajectories`)
+# finished stage     its result.json, and the checkpoint that it names
+# unfinished stage   its newest intact checkpoint, or else its first step
+# extended stage     a finished stage that a change continues (`runner/extend.py`): the same, plus the result it had
+# after that step    the store: finished rollouts are used, unfinished ones are continued (`rollouts/rollouter.py`)
 #
-# A damaged checkpoint is named, set aside and never used again; the one before it takes its place.
+# A damaged checkpoint is reported, renamed and never used again. The one before it takes its place.
 
 
 BEFORE = "before.json"
@@ -534,17 +534,17 @@ TEMPORARY = re.compile(rf"\.{NAME.pattern}\.(partial|old)")
 
 @dataclass
 class ResumePoint:
-    """How far a stage has come. Nothing set: it begins."""
+    """How far a stage has come. With the defaults, the stage starts from the beginning."""
 
-    output: Path | None = None  # the checkpoint it ended with; None while it is not finished
-    checkpoint: Path | None = None  # the newest whole one
-    result: StageResult | None = None  # as of then
-    unreported: dict[str, Any] | None = None  # metrics of its last step, where it was not yet evaluated and written
-    lines: Mapping[str, int] = field(default_factory=dict)  # file -> lines that it had when the checkpoint was saved
-    ended: Sequence[int] = ()  # steps after which it had ended before a change had it continue
+    output: Path | None = None  # the stage's final checkpoint; None until it is finished
+    checkpoint: Path | None = None  # the newest intact checkpoint
+    result: StageResult | None = None  # the result at that checkpoint
+    unreported: dict[str, Any] | None = None  # metrics of the last step, if it was not yet evaluated and written
+    lines: Mapping[str, int] = field(default_factory=dict)  # file -> number of lines when the checkpoint was saved
+    ended: Sequence[int] = ()  # steps at which the stage had finished before a change continued it
 
     def to_plain(self) -> list[Any]:
-        """For other ranks."""
+        """A form that can be sent to other ranks."""
         paths = [None if path is None else str(path) for path in (self.output, self.checkpoint)]
         return [*paths, None if self.result is None else self.result.state(), self.unreported]
 
@@ -560,17 +560,17 @@ class ResumePoint:
 
     @property
     def reported(self) -> int:
-        """The last step that belongs into metrics.jsonl."""
+        """The last step that belongs in metrics.jsonl."""
         return 0 if self.result is None else self.result.steps - (self.unreported is not None)
 
     @property
     def evaluates_last(self) -> bool:
-        """Whether the evaluation after the last step is still to come, though some of its answers may be written already."""
+        """Whether the evaluation after the last step is still due. Some of its answers may be written already."""
         return self.output is None and self.result is not None and not self.result.after
 
     @property
     def answered(self) -> int:
-        """The last step that belongs into answers.jsonl. An evaluation whose result is not durable is done again: -1 is before step 0."""
+        """The last step that belongs in answers.jsonl; -1 is before step 0. An evaluation without a durable result is repeated."""
         if self.result is None:
             return -1
         known = self.reported in (*self.ended, *(line["step"] for line in self.result.history))
@@ -578,7 +578,7 @@ class ResumePoint:
 
 
 def find_standings(directory: Path, recipe: Recipe, say: Callable[[str], None]) -> list[ResumePoint]:
-    """Every stage's standing. Verifies what is going to be used, and says what is damaged. Needs the lock."""
+    """Where each stage stands. Verifies the files it will use and reports damage. Needs the lock."""
     root = directory / "checkpoints"
     latest = root / "latest"
     for folder in (root, *(root / spec.name for spec in recipe.stages)):
@@ -597,13 +597,13 @@ def find_standings(directory: Path, recipe: Recipe, say: Callable[[str], None]) 
 
 
 def _stage(folder: Path, spec: Stage, changes: Sequence[Mapping[str, Any]], say: Callable[[str], None]) -> ResumePoint:
-    """`changes`: those of the stage."""
+    """`changes`: the changes of this stage."""
     tidy(folder)
     whole, damaged = _sorted_out(folder)
     ended = _sealed_or_none(folder / RESULT, say)
     if ended is not None and ended["checkpoint"] is None:
         passed = StageResult.restored(ended["result"], folder)
-        passed.passed_over = ended["passed_over"]  # earlier runs do not say so in the result
+        passed.passed_over = ended["passed_over"]  # the results of earlier runs lack this
         found = _passed_over(folder, passed, say)
     elif ended is not None:
         output = folder / ended["checkpoint"]
@@ -618,11 +618,11 @@ def _stage(folder: Path, spec: Stage, changes: Sequence[Mapping[str, Any]], say:
         result = StageResult.restored(state["result"], folder)
         found = ResumePoint(
             None, newest, result, state["unreported"], state.get("lines", {})
-        )  # older ones have no lines
+        )  # older checkpoints have no lines
         for part in changes:
             if part["result"] is not None and part["result"]["steps"] == step_of(newest):
                 found.result = reopened(StageResult.restored(part["result"], folder), spec)
-                found.unreported = None  # a stage that has ended has written everything
+                found.unreported = None  # a finished stage has written everything
     elif damaged:
         raise RunDirectoryError(
             f"{damaged[max(damaged)]} No other checkpoint of this stage is intact. Delete {folder} to start the stage again: the rollouts in "
@@ -640,9 +640,9 @@ def _stage(folder: Path, spec: Stage, changes: Sequence[Mapping[str, Any]], say:
 
 
 def reopened(result: StageResult, spec: Stage) -> StageResult:
-    """What a stage that had ended continues from: as if it had been on its way, with the steps that it has now.
+    """The result that a finished stage continues from, as if the stage had always had its new number of steps.
 
-    Its last evaluation counts for what comes where one was due after that step anyway. Otherwise it stays in the record of the change.
+    The last evaluation stays in the history only if the new settings also evaluate after that step. The record of the change keeps it in any case.
     """
     here = [line for line in result.history if line["step"] == result.steps]
     due = bool(spec.eval.every) and result.steps % spec.eval.every == 0
@@ -654,7 +654,7 @@ def reopened(result: StageResult, spec: Stage) -> StageResult:
 
 
 def _passed_over(folder: Path, result: StageResult, say: Callable[[str], None]) -> ResumePoint:
-    """A stage that trained nothing has no checkpoint of its own. Where what it passed on is gone, it begins again."""
+    """A stage that trained nothing has no checkpoint of its own. If the model it passed on is gone, the stage starts again."""
     try:
         return ResumePoint(Path(output_of(folder.parent.parent, folder.name)), result=result)
     except RunDirectoryError as error:
@@ -663,7 +663,7 @@ def _passed_over(folder: Path, result: StageResult, say: Callable[[str], None]) 
 
 
 def _sorted_out(folder: Path) -> tuple[dict[Path, dict[str, Any]], dict[Path, RunDirectoryError]]:
-    """Checkpoints that are whole, with their state, and those that are not, with what is wrong."""
+    """The intact checkpoints with their state, and the damaged ones with their errors."""
     whole, damaged = {}, {}
     for path in steps_in(folder):
         try:
@@ -684,7 +684,7 @@ def _verified(checkpoint: Path) -> dict[str, Any]:
 
 
 def require_rollouts(directory: Path, standings: Sequence[ResumePoint]) -> None:
-    """Refuse a log that ends before a checkpoint of a stage at work was saved. Nothing is touched yet."""
+    """Reject a log that ends before a checkpoint of an unfinished stage was saved. Nothing has been changed yet."""
     at_work = [standing.checkpoint for standing in standings if standing.checkpoint and not standing.output]
     if not at_work:
         return
@@ -699,7 +699,7 @@ def require_rollouts(directory: Path, standings: Sequence[ResumePoint]) -> None:
 
 
 def _sealed_or_none(path: Path, say: Callable[[str], None]) -> dict[str, Any] | None:
-    """None where the file is missing or damaged: what it holds can be worked out again."""
+    """None if the file is missing or damaged: its content can be computed again."""
     if not path.exists():
         return None
     try:
@@ -718,7 +718,7 @@ def _set_aside(path: Path) -> Path:
 
 
 def tidy(folder: Path) -> None:
-    """Remove what an interrupted save left under a temporary name of ours."""
+    """Remove temporary files of an interrupted save."""
     for path in list(folder.iterdir()) if folder.is_dir() else ():
         if not TEMPORARY.fullmatch(path.name) and partial_of(path.name) not in (RESULT, BEFORE):
             continue
@@ -729,18 +729,18 @@ def tidy(folder: Path) -> None:
 
 
 def write_result(folder: Path, result: StageResult, checkpoint: Path) -> None:
-    """The stage is finished: from now on a resumed run begins behind it."""
+    """Mark the stage as finished. A resumed run starts after it."""
     write_sealed(folder / RESULT, {"result": result.state(), "checkpoint": checkpoint.name})
 
 
 def write_passed_over(folder: Path, result: StageResult, start: str) -> None:
-    """Nothing was trained: the stage is finished with what it would have started from."""
+    """Mark a stage that trained nothing as finished. Its output is the model it would have started from."""
     folder.mkdir(parents=True, exist_ok=True)
     write_sealed(folder / RESULT, {"result": result.state(), "checkpoint": None, "passed_over": start})
 
 
 def write_before(folder: Path, result: StageResult) -> None:
-    """The evaluation before the first step, kept until a checkpoint holds it."""
+    """Keep the evaluation before the first step until a checkpoint holds it."""
     folder.mkdir(parents=True, exist_ok=True)
     write_sealed(folder / BEFORE, result.state())
 
@@ -749,22 +749,22 @@ def drop_before(folder: Path) -> None:
     (folder / BEFORE).unlink(missing_ok=True)
 
 
-# A stage
+# --- Restoring a stage ---
 
 
 def restore(parts: StageParts, checkpoint: Path) -> list[str]:
-    """Every durable part, as it was when the checkpoint was saved.
+    """Restore every durable part to its state in the checkpoint.
 
-    Returns the rollouts of a step whose samples were not written yet.
+    Returns the ids of rollouts whose samples were not written yet.
     """
     state = read_state(checkpoint)
     for part in durable_parts(parts):
         part.restore(state, checkpoint)
-    return list(state.get("newest", ()))  # older checkpoints do not say
+    return list(state.get("newest", ()))  # older checkpoints lack this key
 
 
 class StoredTensors(Mapping[str, torch.Tensor]):
-    """Of an open file, each read when it is looked at: a rank that keeps a part of each never holds all of them."""
+    """The tensors of an open file, read one at a time, so that a rank that keeps shards never holds all tensors."""
 
     def __init__(self, opened: Any) -> None:
         self._opened, self._names = opened, list(opened.keys())
@@ -781,7 +781,7 @@ class StoredTensors(Mapping[str, torch.Tensor]):
 
 
 def random_state(device: torch.device) -> dict[str, Any]:
-    """Of torch, numpy and Python. opd's own draws are keyed; this is for adapters' first weights, rewards and plugins."""
+    """Random states of torch, numpy and Python. opd's own draws are keyed; adapter initialisation, rewards and plugins use these."""
     kind, keys, position, has_gauss, gauss = np.random.get_state(legacy=True)
     found: dict[str, Any] = {
         "torch": torch.get_rng_state().numpy().tobytes().hex(),
@@ -807,18 +807,18 @@ def _bytes_tensor(text: str) -> torch.Tensor:
     return torch.frombuffer(bytearray.fromhex(text), dtype=torch.uint8)
 
 
-# Lines written per step
+# --- Lines written per step ---
 
 LINES = ("samples.jsonl", "tokens.jsonl", "answers.jsonl", "monitors.jsonl", "metrics.jsonl")
-IN_EVERY_RUN = ("samples.jsonl", "metrics.jsonl")  # older runs have no others
+IN_EVERY_RUN = ("samples.jsonl", "metrics.jsonl")  # older runs have only these
 
 
 def cut_lines(
     path: Path, stages: Mapping[str, ResumePoint], *, checked: bool
 ) -> tuple[list[str], Counter[tuple[str, int]]]:
-    """Keep each stage's lines up to where it stands; those that are damaged go, too.
+    """Keep each stage's lines up to where it stands. Damaged lines are removed as well.
 
-    Returns what is to be said of lines that were removed or are missing, and how many are left of each stage and step.
+    Returns messages about removed and missing lines, and the number of remaining lines per stage and step.
     """
     found, answers = read_lines(path, checked=checked), path.name == "answers.jsonl"
     upto = {name: standing.answered if answers else standing.reported for name, standing in stages.items()}
@@ -841,7 +841,7 @@ def cut_lines(
 
 
 def _once(lines: Sequence[dict[str, Any]], stages: Sequence[str]) -> list[dict[str, Any]]:
-    """Without answers that stand twice: these stages evaluate again what an evaluation that was cut off has written already."""
+    """Remove duplicate answers. `stages`: those that repeat an interrupted evaluation whose first answers are written already."""
     kept: dict[tuple[Any, ...], dict[str, Any]] = {}
     for number, line in enumerate(lines):
         again = line["stage"] in stages
@@ -851,7 +851,7 @@ def _once(lines: Sequence[dict[str, Any]], stages: Sequence[str]) -> list[dict[s
 
 
 def _missing(path: Path, stages: Mapping[str, ResumePoint], left: Mapping[tuple[str, int], int]) -> list[str]:
-    """Lines that had been written, durably, and are not there."""
+    """Messages about lines that were written durably and are missing."""
     if not path.exists() and path.name in IN_EVERY_RUN and any(one.reported for one in stages.values()):
         return [f"{path.name} is missing, so the lines written so far are lost"]
     said = []
@@ -868,7 +868,7 @@ def _missing(path: Path, stages: Mapping[str, ResumePoint], left: Mapping[tuple[
 
 
 def sync_lines(directory: Path) -> None:
-    """The lines of a step are on disk before the checkpoint that follows it."""
+    """Sync the lines of a step before its checkpoint is written."""
     for name in LINES:
         if (directory / name).is_file():
             sync(directory / name)

@@ -1,4 +1,4 @@
-"""Everything about a stage that can be found out before weights are loaded. `opd run` and `--dry-run` both come through here."""
+"""Checks of a stage before any weights are loaded. `opd run` and `--dry-run` share them."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ from opd.teachers.quantised import require_quantiser
 from opd.teachers.router import chooser, one_per_domain, require_known_domains, routes
 from opd.teachers.views import QUESTION, View, question
 
-LR_LEAST, LR_MOST = 1e-9, 1e-2  # AdamW moves every weight by about this much in a step; weights are about 0.02
-RevisionOf = Callable[[str, str | None], str | None]  # (model, revision) -> the one that it is read at
+LR_LEAST, LR_MOST = 1e-9, 1e-2  # AdamW moves each weight by about the learning rate per step; weights are about 0.02
+RevisionOf = Callable[[str, str | None], str | None]  # (model, revision) -> the revision to read
 
 
 def as_named(model: str, revision: str | None) -> str | None:
@@ -54,15 +54,15 @@ def as_named(model: str, revision: str | None) -> str | None:
 
 @dataclass(frozen=True)
 class Checked:
-    """What the checks had to read anyway."""
+    """Facts that the checks had to read anyway."""
 
     device: torch.device
     sources: list[Source]
     domains: list[str]
     routes: dict[str, dict[str, str]]  # role -> value of the route's column -> teacher
-    teacher_of: dict[str, str]  # domain -> teacher, where one scores all of it
+    teacher_of: dict[str, str]  # domain -> teacher, if one teacher scores the whole domain
     rewarder: Rewarder
-    student: Any  # its config
+    student: Any  # the student's config
     inputs: PromptScan
     templates: dict[str, Any]  # teacher -> the tokenizer whose chat template its view uses
 
@@ -74,7 +74,7 @@ def check_stage(
     say: Callable[[str], None] | None = None,
     revision_of: RevisionOf = as_named,
 ) -> Checked:
-    """Refuse what cannot work; what takes longest comes last. Servers may be away for now, but have to take our tokens."""
+    """Reject what cannot work; slow checks come last. Servers may be offline, but they must use our tokenizer."""
     device = pick_device(spec.device)
     for tracker in spec.log.to:
         tracker.require()
@@ -140,13 +140,13 @@ def _require_rewards(spec: Stage, covered: Iterable[bool]) -> None:
 
 
 def _rewarded_by(spec: Stage, rewarder: Rewarder) -> Callable[[Prompt], bool]:
-    """Whose answers can be rewarded: everybody's, where an environment does it."""
+    """Whether answers to a prompt can be rewarded: always, if an environment gives rewards."""
     plays = spec.rollout.environment is not None and spec.rollout.environment.rewards
     return lambda prompt: plays or rewarder.covers(prompt)
 
 
 def _sampler_notes(spec: Stage, config: Any) -> list[str]:
-    """Whether what samples is there, and how the student's adapters get to it where there is a choice; `config`: the student's."""
+    """Check that the sampler is available, and how it receives the student's adapters. `config`: the student's."""
     wanted = spec.rollout.demonstrations
     if wanted is not None:
         token_of(wanted.endpoint.token_env, wanted.endpoint.address)
@@ -161,7 +161,7 @@ def _sampler_notes(spec: Stage, config: Any) -> list[str]:
 
 
 def _first_places(found: Mapping[tuple[str, str], str]) -> dict[str, str]:
-    """Where each value of the route's column first stands."""
+    """The first place of each value of the route's column."""
     places: dict[str, str] = {}
     for (_, value), place in found.items():
         places.setdefault(value, place)
@@ -169,7 +169,7 @@ def _first_places(found: Mapping[tuple[str, str], str]) -> dict[str, str]:
 
 
 def _require_teachers(spec: Stage, tokenizer: Any) -> list[RemoteFacts]:
-    """What they read beside models is there, and has the signals that they are asked for; what servers say fits."""
+    """Check that teachers' other inputs exist and offer the needed signals, and that servers' answers fit."""
 
     def with_hidden(role: str) -> bool:
         return all("hidden" in kind.offers for kind in spec.teachers.values() if kind.role == role)
@@ -181,7 +181,7 @@ def _require_teachers(spec: Stage, tokenizer: Any) -> list[RemoteFacts]:
 
 
 def _train_warnings(spec: Stage) -> Iterator[str]:
-    """Settings of the optimiser that can be carried out, and hardly can be meant."""
+    """Warn about optimiser settings that are valid but probably not intended."""
     train = spec.train
     if not train.learn:
         return
@@ -199,7 +199,7 @@ def _train_warnings(spec: Stage) -> Iterator[str]:
 
 
 def _warnings(spec: Stage, outlooks: Iterable[RemoteFacts], doubtful: Sequence[str]) -> list[str]:
-    """`doubtful`: rewards that hardly any answer can get."""
+    """`doubtful`: warnings about rewards that hardly any answer can get."""
     view = StageView.of(spec)
     notes = [note for outlook in outlooks for note in outlook.notes]
     notes += [*_train_warnings(spec), *(doubtful if spec.uses_rewards or spec.eval.prompts else ())]
@@ -209,11 +209,11 @@ def _warnings(spec: Stage, outlooks: Iterable[RemoteFacts], doubtful: Sequence[s
 
 
 def _require_stop_id(spec: Stage, names: Iterable[tuple[str, str | None]]) -> None:
-    """Of models whose configs and tokenizers name none: one in a generation config."""
+    """Require a stop id in some generation config, for models without one in config and tokenizer."""
     from transformers import GenerationConfig
 
     for location in (locate(*name) for name in names):
-        with suppress(OSError):  # there is none
+        with suppress(OSError):  # the model has no generation config
             if GenerationConfig.from_pretrained(location.path, **location.arguments).eos_token_id is not None:
                 return
     raise RecipeError(
@@ -228,17 +228,17 @@ def _require_views(
     templates: Mapping[str, Any],
     contexts: Mapping[str, int],
 ) -> None:
-    """Every teacher's view has something to show that the teacher can read; so has what the student is shown."""
+    """Every teacher's view, and every view of the student, must have something to show that its reader can take."""
     for name, kind in spec.teachers.items():
         scored = partial(_scores, name, chooser(table[kind.role], spec.route))
-        known = kind.reads() or kind.of_student  # what others can read is seen when they are opened
+        known = kind.reads() or kind.of_student  # the context of others is known when they are opened
         context, written = contexts[name] if known else MANY, spec.rollout.experience is not None
         require_shown(name, kind.view, scored, sources, templates[name], context, written)
     require_asked(spec, sources)
 
 
 def _scores(name: str, chosen: Callable[[Prompt], str], prompt: Prompt) -> bool:
-    with suppress(BadRow):  # it is skipped, and has no teacher
+    with suppress(BadRow):  # such a row is skipped and has no teacher
         return chosen(prompt) == name
     return False
 
@@ -252,7 +252,7 @@ def _require_same_shapes(names: Iterable[tuple[str, str | None]]) -> None:
 
 
 def _require_places(spec: Stage, device: torch.device) -> None:
-    """Every teacher's device is there, and can do what is asked of it."""
+    """Check that every teacher's device exists and can do what is asked of it."""
     usual = WEIGHTS[spec.train.precision_on(str(device))]
     for name, ref in ((name, ref) for name, kind in spec.teachers.items() for ref in kind.reads()):
         if ref.device is not None:
@@ -276,22 +276,22 @@ def pick_device(name: str, whose: str = "") -> torch.device:
     return device
 
 
-# What a stage reads, looked at before anything is spent: every training prompt, and which held-out ones are asked.
+# --- The prompts of a stage: check every training prompt and choose the held-out ones ---
 #
 # `opd run` and `--dry-run` both call `open_prompts`, which needs no tokenizer, and then `look_at_prompts`.
 
 
-SHOWN = 20  # domains that are named in a line
+SHOWN = 20  # domains listed in one line
 
 
 @dataclass(frozen=True)
 class PromptScan:
-    """What was found."""
+    """The result of the scan."""
 
     scanned: Scanned
     questions: dict[str, list[Question]]  # by domain
     room: int  # tokens that a prompt may have in the sampler
-    notes: tuple[str, ...]  # what is skipped, in words
+    notes: tuple[str, ...]  # what is skipped, for the user
 
 
 def open_prompts(spec: Stage, told: Told = silent) -> list[Source]:
@@ -307,17 +307,17 @@ def open_prompts(spec: Stage, told: Told = silent) -> list[Source]:
 
 
 def asked_beside(spec: Stage) -> list[PromptSource]:
-    """Those of `eval.further` that the stage does not train on as well."""
+    """The sources of `eval.further` that the stage does not also train on."""
     own = [source.model_copy(update={"share": 1.0}) for source in spec.prompts]
     return [source for source in spec.eval.further if source.model_copy(update={"share": 1.0}) not in own]
 
 
 def open_beside(spec: Stage, sources: list[Source], told: Told = silent) -> list[Source]:
-    """The same, open; nothing that they hold out is trained on."""
+    """Open the sources of `eval.further`. Their held-out prompts are kept out of training."""
     labels, beside = [source.label for source in spec.prompts], []
     for further in asked_beside(spec):
         labels.append(further.label)
-        again = labels.count(further.label)  # with other options, say: ids differ
+        again = labels.count(further.label)  # ids differ if the same source is asked with other options
         label = f"{further.label}#{again}" if again > 1 else further.label
         beside.append(further.open(Opening(label, spec.data.bad_rows, spec.rewards.need_no_answer, told=told)))
     for source in sources if beside else ():
@@ -334,7 +334,7 @@ def look_at_prompts(
     context: int,
     told: Told = silent,
 ) -> PromptScan:
-    """`context` is the shortest of student and teachers; `covers` says whose answers can be rewarded."""
+    """`context`: the shortest of student and teachers. `covers`: whether answers to a prompt can be rewarded."""
     limit, why = prompt_limit(spec, context)
     bad_rows, count = spec.data.bad_rows, spec.eval.prompts
     found = scan(
@@ -373,18 +373,18 @@ def response_limit(spec: Stage) -> int:
 
 
 def prompt_limit(spec: Stage, context: int) -> tuple[int, str]:
-    """The most tokens a prompt may have, and what says so."""
+    """The most tokens a prompt may have, and the setting that limits it."""
     response, wanted = response_limit(spec), spec.rollout.max_prompt_tokens
     if wanted is not None and wanted <= context - response:
         return wanted, f"rollout.max_prompt_tokens is {wanted:,}"
     return context - response, f"the context is {context:,} and rollout.max_new_tokens {response:,}"
 
 
-# Held-out prompts
+# --- Held-out prompts ---
 
 
 def asked_in_words(questions: Mapping[str, Sequence[Question]], sources: Sequence[Source]) -> list[str]:
-    """How many prompts of each domain are asked, and which domains are trained on without."""
+    """How many prompts each domain asks, and which trained domains ask none."""
     if not questions:
         return []
     trained = dict.fromkeys(prompt.domain for source in sources for prompt in source.examples())
@@ -406,13 +406,13 @@ def _first_few(words: Sequence[str]) -> str:
 
 @dataclass
 class HeldOut:
-    """Questions by domain, and what was left out, by source."""
+    """Questions by domain, and notes on what was left out of each source."""
 
     questions: dict[str, list[Question]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
     def add(self, beside: HeldOut, count: int) -> None:
-        """Further questions, up to as many of each domain; those that are asked already are not asked twice."""
+        """Add questions, up to `count` per domain, without duplicates."""
         for domain, asked in beside.questions.items():
             own = self.questions.setdefault(domain, [])
             known = {question.prompt_ids.tobytes() for question in own}
@@ -426,14 +426,14 @@ class HeldOut:
 
 @dataclass
 class HeldOutFilter:
-    """Says of each prompt of a source whether it is asked, and remembers its ids and how many were not."""
+    """Decides whether a prompt of a source is asked. Keeps the ids of those asked and counts the others."""
 
     spec: PromptSource
     covers: Callable[[Prompt], bool]
     tokenizer: Any
     limit: int
     why: str
-    remedy: str = ""  # what to do about a prompt that is too long; none: it is left out
+    remedy: str = ""  # what to do about a prompt that is too long; empty: leave it out
     ids: dict[str, np.ndarray] = field(default_factory=dict)
     unrewarded: int = 0
     too_long: int = 0
@@ -460,7 +460,7 @@ class HeldOutFilter:
         return True
 
     def notes(self, source: str) -> list[str]:
-        """What was left out, in words."""
+        """What was left out, for the user."""
         left = {
             "have nothing to be rewarded by": self.unrewarded,
             f"are too long ({self.why})": self.too_long,
@@ -480,7 +480,7 @@ def choose_held_out(
     why: str,
     bad_rows: BadRows,
 ) -> HeldOut:
-    """At most `count` questions of each domain. Rows without end cannot be fixed: there, what is too long is left out."""
+    """Choose at most `count` questions per domain. Users cannot fix the rows of an endless source, so prompts that are too long are left out there."""
     found = HeldOut()
     for spec, source in zip(specs, sources, strict=True):
         fix = bad_rows == "stop" and source.size is not None
@@ -498,11 +498,11 @@ def choose_held_out(
     return found
 
 
-# Whether a teacher's view has anything to show, found out before weights are loaded.
+# --- Whether each view has anything to show ---
 
 
-FIRST = 64  # prompts of a source without end that are looked at
-LOOKED = 1000  # prompts that are rendered before all are taken to be too long
+FIRST = 64  # prompts checked in an endless source
+LOOKED = 1000  # rendered prompts that are too long before all are assumed to be
 
 
 def require_shown(
@@ -514,9 +514,9 @@ def require_shown(
     context: int,
     written: bool = False,
 ) -> None:
-    """A view that has nothing to show for any prompt, or more than the teacher can read, would mask them all.
+    """Reject a view that has nothing to show for any prompt, or more than the teacher can read: it would mask all of them.
 
-    `written`: whether an experience will be.
+    `written`: whether an experience will be written.
     """
     if view.as_sampled:
         return
@@ -543,7 +543,7 @@ def require_shown(
 
 
 def _why_nothing(named: Collection[str], prompts: Iterable[Prompt]) -> str:
-    """The end of a sentence: the field that is missing, the one that may have been meant, and those that rows have."""
+    """The end of a sentence: the missing field, a similar name, and the fields that rows have."""
     fields = dict.fromkeys(field for prompt in prompts for field in prompt.fields)
     missing = [name for name in sorted(named) if name not in fields]
     near = difflib.get_close_matches(missing[0], [QUESTION, *fields], n=1) if missing else []
@@ -554,7 +554,7 @@ def _why_nothing(named: Collection[str], prompts: Iterable[Prompt]) -> str:
 
 
 def require_asked(spec: Stage, sources: Sequence[Source]) -> None:
-    """Texts that the student or an endpoint is asked with beside the prompts: each can be made of some row."""
+    """Check that each further text shown to the student or an endpoint can be rendered for at least one row."""
     rollout, asked = spec.rollout, list[tuple[str, Collection[str], Callable[[Prompt], object]]]()
     for key, writer in rollout.writers_by_key.items():
         if writer.shows_more:
@@ -575,9 +575,9 @@ def require_asked(spec: Stage, sources: Sequence[Source]) -> None:
 
 
 def shown_room(spec: Stage, sources: Sequence[Source], tokenizer: Any, context: int) -> int:
-    """Tokens that a sequence needs in the sampler where the student, or who writes hints, reads more than the prompt.
+    """Tokens that a sequence needs in the sampler when the student, or a hint's writer, reads more than the prompt.
 
-    Of the prompts that can be looked at, with a quarter to spare; what is longer later is not shown, and counted.
+    Measured on the prompts that can be read, plus a quarter. Longer texts later in the run are not shown, and are counted.
     """
     rollout, longest = spec.rollout, 0
     rescue = rollout.rescue
@@ -603,14 +603,14 @@ def shown_room(spec: Stage, sources: Sequence[Source], tokenizer: Any, context: 
 
 
 def _experience(spec: Experience, new_tokens: int, prompt: Prompt) -> Prompt | None:
-    """What is asked about answers as long as they may be; a token is taken to have four characters."""
+    """The question about answers of the greatest length, at four characters per token."""
     told = "\n\n".join([question(prompt) + "x " * 2 * new_tokens] * spec.trajectories)
     found: Prompt | None = spec.question.rewrite(replace(prompt, fields={**prompt.fields, TRAJECTORIES: told}))
     return found
 
 
 def _rows(source: Source) -> Iterator[Prompt]:
-    """Every prompt that can be read; of sources without end, the first ones."""
+    """All readable prompts; of endless sources, the first ones."""
     for index in range(source.size if source.size is not None else FIRST):
-        with suppress(DataError):  # it is told where rows are scanned
+        with suppress(DataError):  # the scan reports such rows
             yield source.train(index)

@@ -1,7 +1,7 @@
-"""What a step costs on paper: memory of a device, bytes that are moved, seconds. One model of it for every plan. No torch here.
+"""Estimates of what a step costs: memory of a device, bytes moved, seconds. One cost model for every plan. No torch here.
 
-Sizes of parts that are there anyway (weights, masters, moments, caches) are counted; activations are a rule of thumb, about 34
-widths per layer and token. Times are operations and bytes divided by what a device is known for, times what is reached of it.
+Weights, masters, moments and caches are counted. Activations are a rule of thumb: about 34 widths per layer and token.
+Times are operations and bytes divided by the device's rated speed times the fraction of it that is reached.
 """
 
 from __future__ import annotations
@@ -18,28 +18,28 @@ from opd.teachers.kinds import ModelRef
 
 BYTES = {"float32": 4, "bfloat16": 2}
 QUANTISED = {"int8": 1.0, "fp8": 1.0, "int4": 0.53, "mxfp4": 0.53}  # bytes per weight, scales included
-CHUNKS = 5 * (64 << 20)  # of logits that the loss looks at, at most
+CHUNKS = 5 * (64 << 20)  # the most bytes of logits that the loss holds at once
 
 
 @dataclass(frozen=True)
 class ModelShape:
-    """What the cost of a model depends on."""
+    """The sizes that a model's cost depends on."""
 
     parameters: int
     width: int
     layers: int
     vocabulary: int
-    key_values: int  # numbers that a layer keeps per token
-    active: int  # parameters that one token goes through
+    key_values: int  # numbers cached per layer and token
+    active: int  # parameters used per token
     tied: bool = True
 
     @classmethod
     def of(cls, config: Any, parameters: int, active: int | None = None) -> ModelShape:
-        """Of a model's config: an object of transformers."""
+        """From a model's transformers config."""
         width, layers, vocabulary = (
             int(getattr(config, name)) for name in ("hidden_size", "num_hidden_layers", "vocab_size")
         )
-        # recurrent models have no heads, and state of about a width
+        # recurrent models have no heads, and a state of about one width
         queries = int(getattr(config, "num_attention_heads", None) or 1)
         heads = int(getattr(config, "num_key_value_heads", None) or queries)
         head = int(getattr(config, "head_dim", None) or width // queries)
@@ -60,7 +60,7 @@ class ModelShape:
         return max(self.parameters - self.outside, 0) // self.layers
 
     def stored(self, each: int, quantise: str | None = None) -> int:
-        """Bytes of its weights. Quantised are layers, not the head."""
+        """Bytes of its weights. Quantisation covers the layers, not the head."""
         if quantise is None:
             return self.parameters * each
         return self.outside * each + int((self.parameters - self.outside) * QUANTISED[quantise])
@@ -68,13 +68,13 @@ class ModelShape:
 
 @dataclass(frozen=True)
 class Spread:
-    """Over how many ranks a step is spread, and what is elsewhere."""
+    """How a step is spread over ranks, and what runs elsewhere."""
 
     ranks: int = 1
-    group: int = 1  # ranks that share one copy of what is trained
-    sharded: bool = False  # by FSDP, which also one rank can be
-    samples: bool = True  # on the ranks themselves
-    teachers: str = "whole"  # shard: over the ranks
+    group: int = 1  # ranks that share one copy of the trained weights
+    sharded: bool = False  # by FSDP, which also works with one rank
+    samples: bool = True  # whether the ranks themselves sample
+    teachers: str = "whole"  # shard: sharded over the ranks
 
 
 ALONE = Spread()
@@ -88,10 +88,10 @@ def teachers_held(
     student: int,
     shared: bool = True,
 ) -> dict[str, int]:
-    """Bytes of the teachers' weights by device ("": the student's), at most; a model that several of them name is there once.
+    """Upper bound of the bytes of the teachers' weights per device ("": the student's). A model that several teachers name counts once.
 
-    Of a teacher on another device, the student's holds a copy of the head. Of those that come and go, the largest count.
-    `shared`: one that is the student below its adapters has the same tensors, which it has not on ranks.
+    For a teacher on another device, the student's device holds a copy of the head. Of paged teachers, the largest count.
+    `shared`: a teacher equal to the student without its adapters shares its tensors. This is not possible on ranks.
     """
     lora = stage.student.lora is not None
     paged = paged_sizes(stage, usual, shape_of)
@@ -108,14 +108,14 @@ def teachers_held(
 
 
 def paged_sizes(stage: Stage, usual: Dtype, shape_of: Callable[[ModelRef], ModelShape]) -> dict[ModelRef, int]:
-    """Bytes of each model that comes and goes."""
+    """Bytes of each paged model."""
     return {ref: shape_of(ref).stored(BYTES[ref.dtype or usual]) for ref in stage.pool.paged(stage.teachers)}
 
 
 def memory(
     stage: Stage, precision: str, student: ModelShape, trained: int, teachers: int, longest: int, spread: Spread = ALONE
 ) -> dict[str, int]:
-    """Bytes of what is alive at once on one device. `longest`: tokens of a sequence; `teachers`: bytes of theirs."""
+    """Bytes of everything alive at once on one device. `longest`: tokens of a sequence. `teachers`: bytes of the teachers."""
     own = WEIGHTS[precision]
     each, half, lora = BYTES[own], precision != "float32", stage.student.lora is not None
     kept = 4 if half and not lora and precision == "mixed" else 0  # a master for every weight
@@ -124,7 +124,7 @@ def memory(
     tokens = max(min(stage.train.micro_budget, -(-step // spread.ranks)), longest)
     activations = tokens * _kept_per_token(stage, student) * (2 if half else 4)
     activations += min(CHUNKS, 5 * tokens * student.vocabulary * 4)
-    # On its way to the sampler, after the activations have gone: all of it; on ranks layer by layer.
+    # The merged weights on their way to the sampler, after the activations are freed: all at once; on ranks, layer by layer.
     merged = student.parameters * each if lora and not spread.sharded else 0
     optimiser, matrices = stage.train.optimiser, trained if lora else min(student.parameters - student.outside, trained)
     moments = optimiser.state_bytes(max(matrices, 0), trained - max(matrices, 0))
@@ -135,12 +135,12 @@ def memory(
         "activations": max(activations, merged),
         "sampler": _sampler(stage, student, own, longest, spread),
     }
-    if stage.modules:  # weights, gradients and moments, all of them on every rank
+    if stage.modules:  # weights, gradients and moments, complete on every rank
         sizes = ((kind.size(student.width), kind.optimiser) for kind in stage.modules.values())
         found["modules"] = sum(8 * size + optimiser.state_bytes(size, 0) for size, optimiser in sizes)
     if spread.sharded:
-        # the root while it passes, a few layers and the next, or all where a group is one rank; gradients before they are summed,
-        # or a layer that is merged
+        # Gathered: the root, the current layers and the next ones, or everything if a group is one rank; plus gradients before they are
+        # summed, or a layer that is being merged.
         unit = student.layer * layers_of_unit(student.layers, student.layer)
         passing = student.parameters if spread.group == 1 else student.outside + 2 * unit
         further = student.layer * each if lora else (student.outside + unit) * 4
@@ -153,7 +153,7 @@ def _kept_per_token(stage: Stage, student: ModelShape) -> int:
 
 
 def _sampler(stage: Stage, student: ModelShape, own: str, longest: int, spread: Spread) -> int:
-    """Slots for keys and values; and a copy of the weights, unless it shares those that train."""
+    """Slots for keys and values, and a copy of the weights unless the sampler shares the trained ones."""
     if not spread.samples:
         return 0
     each = BYTES[stage.sampler.dtype or own]
@@ -161,7 +161,7 @@ def _sampler(stage: Stage, student: ModelShape, own: str, longest: int, spread: 
     lora = stage.student.lora is not None
     copied = lora or spread.sharded or stage.sampler.dtype not in (None, own)
     cache, weights = slots * longest * student.key_values * student.layers * each, student.parameters * each
-    # Further ones, each with weights of its own; those on their way to a thread, too, while processes share the machine's memory.
+    # Further samplers, each with its own weights. A thread also needs room for weights in transfer; processes pass them through host memory.
     processes = stage.sampler.beside_trainer
     ahead = max(processes, 1) * (cache + weights) + (0 if processes else student.parameters * BYTES[own])
     return cache + (weights if copied else 0) + (ahead if stage.rollout.staleness else 0)
@@ -171,23 +171,23 @@ def in_short(number: int) -> str:
     return f"{number / 1e9:.2f} B" if number >= 1e9 else f"{number / 1e6:.1f} M" if number >= 1e6 else f"{number:,}"
 
 
-# Time
+# --- Time ---
 
 
 @dataclass(frozen=True)
 class Device:
-    """What a GPU is known for."""
+    """The rated speeds of a GPU."""
 
     name: str
     memory: int  # bytes
-    flops: float  # of dense bf16 products, per second
+    flops: float  # dense bf16 operations per second
     bandwidth: float  # bytes per second of its own memory
     link: float = 50e9  # bytes per second to other machines
-    reached: float = 0.4  # of the products, in training and scoring
+    reached: float = 0.4  # fraction of `flops` reached in training and scoring
 
     @property
     def usable(self) -> int:
-        """The rest is the driver's, and gaps between tensors."""
+        """Usable bytes. The rest goes to the driver and to fragmentation."""
         return int(0.9 * self.memory)
 
 
@@ -201,10 +201,10 @@ DEVICES = {
 
 @dataclass(frozen=True)
 class Work:
-    """Of one step."""
+    """The size of one step."""
 
     rollouts: int
-    prompt: int  # tokens of one
+    prompt: int  # tokens of one prompt
     response: int
     updates: int = 1  # passes over each batch
     recomputes: bool = False
@@ -221,8 +221,8 @@ class Work:
 
 
 def sampling_seconds(work: Work, student: ModelShape, each: int, device: Device, gpus: int, replicas: int) -> float:
-    """Every token reads all weights that it goes through once per replica, and what it attends to; prompts are read at once."""
-    own = -(-work.rollouts // replicas)  # of one replica, side by side as far as memory goes
+    """Each token reads all weights it uses once per replica, and the keys and values it attends to. Prompts are read in one pass."""
+    own = -(-work.rollouts // replicas)  # rollouts of one replica, in parallel as far as memory allows
     room = max(gpus * device.usable - student.parameters * each, device.usable // 10)
     cache = student.key_values * student.layers * 2 * (work.prompt + work.response)
     width = max(min(own, room // max(cache, 1)), 1)
@@ -238,13 +238,13 @@ def scoring_seconds(tokens: float, teacher: ModelShape, device: Device, gpus: in
 
 
 def update_seconds(work: Work, student: ModelShape, device: Device, ranks: int) -> float:
-    """Forward, and twice that backward; forward again where layers are recomputed, and once more before several passes."""
+    """Forward, and backward at twice its cost; one more forward with recomputed layers, and one more before several passes."""
     passes = work.updates * (8 if work.recomputes else 6) + (2 if work.updates > 1 else 0)
     return passes * student.active * work.tokens / (ranks * device.flops * device.reached)
 
 
 def gradient_bytes(stage: Stage, work: Work, student: ModelShape, trained: int, each: int, spread: Spread) -> float:
-    """That one rank receives in a step: weights gathered forward and backward, gradients summed, once per micro-batch."""
+    """Bytes that one rank receives in a step: weights gathered forward and backward, gradients summed, once per micro-batch."""
     if spread.ranks == 1:
         return 0.0
     micro = max(stage.train.micro_budget, work.prompt + work.response)

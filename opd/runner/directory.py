@@ -1,4 +1,4 @@
-"""A run directory, dead or alive, opened for reading. Needs no torch.
+"""Reads a run directory, whether the run is active or not. Needs no torch.
 
 run = opd.Run("runs/quickstart")
 run.summary["stages"][0]["evals"], run.metrics[-1]["reverse_kl"], run.model
@@ -19,17 +19,17 @@ if TYPE_CHECKING:
 
 
 def model_named(name: str) -> str:
-    """A model as it is named, or what a run trained, where a run directory is named in its place: its last checkpoint."""
+    """The model of this name. For a run directory, the model in its last checkpoint."""
     directory = Path(name)
     is_run = is_file(directory / "resolved.yaml") and not is_file(directory / "config.json")
     return str(Run(directory).model) if is_run else name
 
 
 class Run:
-    """A run directory, dead or alive."""
+    """A run directory, whether the run is active or not."""
 
     def __init__(self, directory: str | Path) -> None:
-        self.directory = Path(directory).absolute()  # the program may change its folder
+        self.directory = Path(directory).absolute()  # the program may change its working directory
         with reading(self.directory):
             found = (self.directory / "resolved.yaml").is_file()
         if not found:
@@ -46,17 +46,17 @@ class Run:
 
     @property
     def metrics(self) -> list[dict[str, Any]]:
-        """One object per step, with `eval/DOMAIN` keys where it was evaluated. A damaged line is an error that names it."""
+        """One object per step, with `eval/DOMAIN` keys if it was evaluated. A damaged line raises an error that names it."""
         return self._lines("metrics.jsonl")
 
     @property
     def samples(self) -> list[dict[str, Any]]:
-        """The completions that were written down on the way."""
+        """The completions that were written down during the run."""
         return self._lines("samples.jsonl")
 
     @property
     def tokens(self) -> list[dict[str, Any]]:
-        """Some of the samples token by token: both sides' log-probs and likeliest tokens, weights, gates, advantages."""
+        """Some of the samples token by token: log-probs and likeliest tokens of student and teacher, weights, gates, advantages."""
         return self._lines("tokens.jsonl")
 
     @property
@@ -66,14 +66,14 @@ class Run:
 
     @property
     def monitors(self) -> list[dict[str, Any]]:
-        """Alarms that monitors have raised: step, monitor, value, threshold, words, remedy, and the recipe that applies it."""
+        """Alarms of monitors: step, monitor, value, threshold, text, remedy, and the recipe that applies it."""
         return self._lines("monitors.jsonl")
 
     def _lines(self, name: str) -> list[dict[str, Any]]:
         path = self.directory / name
         found = read_lines(path, checked=lines_checked(self.directory))
         number = next(iter(found.damaged), None)
-        if number is None and found.torn and (self.directory / "summary.json").exists():  # else: it is being written
+        if number is None and found.torn and (self.directory / "summary.json").exists():  # else it is being written
             number = len(found.whole) + 1
         if number is not None:
             raise RunDirectoryError(
@@ -83,7 +83,7 @@ class Run:
 
     @property
     def summary(self) -> dict[str, Any]:
-        """What `summary.json` says. Where the sealed result of a finished stage differs, that one counts, with a warning."""
+        """The content of `summary.json`. If the sealed result of a finished stage differs, the result is used, with a warning."""
         from opd.report.facts import checked_stages
 
         path = self.directory / "summary.json"
@@ -97,7 +97,7 @@ class Run:
 
     @property
     def checkpoints(self) -> list[Path]:
-        """Oldest first; each is a Hugging Face model directory."""
+        """All checkpoints, oldest first. Each is a Hugging Face model directory."""
         from opd.recipe.paths import read_resolved
         from opd.runner.checkpoint import steps_in
 
@@ -106,7 +106,7 @@ class Run:
 
     @property
     def model(self) -> Path:
-        """The newest checkpoint: what the run trained."""
+        """The newest checkpoint: the model that the run trained."""
         if not self.checkpoints:
             raise RunDirectoryError(f"{self.directory}: no checkpoint has been saved.")
         return self.checkpoints[-1]

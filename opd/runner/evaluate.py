@@ -1,4 +1,4 @@
-"""`opd eval`: one model on prompts of some sources. What was measured is part of the result."""
+"""`opd eval`: evaluate one model on prompts of some sources. The result also says what was measured."""
 
 from __future__ import annotations
 
@@ -34,16 +34,16 @@ from opd.rewards.reward import AnyRewards
 from opd.rewards.rewarder import doubts
 from opd.runner.checks import HeldOutFilter, pick_device
 
-GENERATED = 200  # prompts of a source without end
+GENERATED = 200  # prompts of an endless source
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What was measured, which prompts it is of, and what was left out."""
+    """The measures, the prompts they belong to, and what was left out."""
 
     domains: dict[str, Measures]
     splits: dict[str, str]  # domain -> all, heldout or train
-    what: str  # in words
+    what: str  # for the user
     notes: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
@@ -64,9 +64,9 @@ def evaluate_model(
     rewards: str | None = None,
     plugins: Sequence[str] = (),
 ) -> Evaluation:
-    """Files are measured whole and tasks on their held-out prompts, unless `split` and `count` (per domain) say otherwise.
+    """Evaluate whole files and the held-out prompts of tasks, unless `split` and `count` (per domain) say otherwise.
 
-    `plugins`: Python files or modules with rewards and sources of prompts of one's own.
+    `plugins`: Python files or modules with your own rewards and prompt sources.
     """
     load_plugins([str(Path(name).resolve()) if name.endswith(".py") else name for name in plugins])
     _require_k(k, temperature)
@@ -120,7 +120,7 @@ def _require_k(k: int, temperature: float | None) -> None:
 def _specs(
     model: str, sources: Sequence[str], split: Split | None
 ) -> tuple[list[PromptSource], tuple[Path, str] | None]:
-    """The sources as they are asked; of the rows that a run held out, or trained on, as that run divided them."""
+    """The sources to ask. Rows that a run held out or trained on are split as in that run."""
     run = run_of(model) if split in ("heldout", "train") else None
     specs = [prompt_source(source) for source in sources]
     return [spec if run is None else as_trained_on(run, spec) for spec in specs], run
@@ -135,7 +135,7 @@ def _held_out_as(run: Path, sources: Sequence[Source]) -> list[str]:
 
 
 def run_of(model: str) -> tuple[Path, str] | None:
-    """The directory and the stage of the run that made a checkpoint; None: it is no run's."""
+    """The directory and stage of the run that made a checkpoint; None if no run made it."""
     path = Path(model).resolve()
     found = next((parent for parent in path.parents if (parent / SEALS).is_file()), None) if path.is_dir() else None
     if found is None or not (found / "resolved.yaml").is_file():
@@ -145,7 +145,7 @@ def run_of(model: str) -> tuple[Path, str] | None:
 
 
 def as_trained_on(run: tuple[Path, str], source: PromptSource) -> PromptSource:
-    """The source with the settings that the run gives it, where it reads the same file or dataset: it holds out the same rows."""
+    """The source with the run's settings, if the run reads the same file or dataset, so that the same rows are held out."""
     directory, stage = run
     stages = sorted(read_resolved(directory)["stages"], key=lambda one: one["name"] != stage)
     for settings in (one for written in stages for one in written.get("prompts") or ()):
@@ -165,7 +165,7 @@ def _same_rows(directory: Path, one: str, other: str) -> bool:
 
 @dataclass
 class Asked:
-    """The questions by domain, and in words what they are and what was left out."""
+    """The questions by domain, and a description of what they are and what was left out."""
 
     questions: dict[str, list[Question]] = field(default_factory=dict)
     splits: dict[str, dict[str, None]] = field(default_factory=dict)
@@ -193,7 +193,7 @@ def _left_out(domain: str, found: Measures) -> list[str]:
 
 
 def parse_rewards(text: str | None) -> Rewards:
-    """`--rewards`: as in a recipe, `numeric` or `{kind: format, pattern: …}`; or the name of a YAML or JSON file with that."""
+    """Parse `--rewards`: as in a recipe, `numeric` or `{kind: format, pattern: …}`; or the name of a YAML or JSON file with that."""
     if text is None:
         return Rewards()
     path, base = Path(text), None
@@ -242,14 +242,14 @@ def _cell(value: float | None, stderr: float | None) -> str:
     return "–" if value is None or stderr is None else f"{value:.1%} ± {stderr:.1%}"
 
 
-# What a stage measures on its held-out questions: the student, its teachers, and the plain average of their weights.
+# --- What a stage measures on its held-out questions: the student, its teachers, and the average of their weights ---
 
 
-STUDENT = "student"  # whose answers, in answers.jsonl; of a teacher: teacher:NAME
+STUDENT = "student"  # author of answers in answers.jsonl; for a teacher: teacher:NAME
 
 
 class Evaluator:
-    """`answered`: a few answers to held-out questions that are not written down yet."""
+    """`answered`: a few answers to held-out questions that are not written to a file yet."""
 
     def __init__(self, parts: StageParts) -> None:
         self.parts = parts
@@ -259,14 +259,14 @@ class Evaluator:
         return self._measure(self.parts.engine, STUDENT)
 
     def teachers(self) -> dict[str, dict[str, Measures]]:
-        """Every teacher of the role `teacher` with a model of its own, on every domain: its own, and what it has forgotten."""
+        """Every teacher of the role `teacher` with its own model, on every domain: its own, and those it may have forgotten."""
         kinds = self.parts.spec.teachers
         return {
             name: self._measure_model(self.parts.teachers[name].model, f"teacher:{name}")
             for name in self._names()
             if kinds[name].has_model
             and not kinds[name].of_student
-            and not kinds[name].view.crosses  # it would have to be asked in its own tokens
+            and not kinds[name].view.crosses  # it would have to be asked with its own tokens
         }
 
     def weight_average(self) -> dict[str, Measures]:
@@ -281,7 +281,7 @@ class Evaluator:
             return self._measure(self.parts.samplers.of(here), who)
 
     def _measure(self, sampler: TokenSampler, who: str) -> dict[str, Measures]:
-        """By domain; nothing where there are no questions. A few answers are kept to be written down."""
+        """Measures by domain; empty without questions. Keeps a few answers to write them down."""
         parts = self.parts
         if not parts.questions:
             return {}
@@ -311,7 +311,7 @@ class Evaluator:
         )
 
     def _keep(self, who: str, domain: str, samples: Sequence[Sample], results: Sequence[RewardResult]) -> None:
-        """To the same few questions every time, so that before and after can be laid side by side."""
+        """Keep answers to the same few questions every time, so that evaluations can be compared."""
         parts = self.parts
         asked = parts.questions[domain][: parts.spec.log.samples] if parts.ranks.leads else ()
         self.answered += [

@@ -1,11 +1,11 @@
 """`opd resume RUN train.steps=400`: change a run that has begun, finished or not.
 
-    1. what is asked for is checked against what the run has done; nothing is written before all of it holds
-    2. `resolved-2.yaml` is written: what the run carries out from now on. Nothing names it yet.
-    3. of a finished stage that is to continue, `result.json` is removed. A run that is killed here finishes as it had before.
-    4. `run.json` is replaced in one move: from here on the run is the changed one (`config/run_changes.py`)
+    1. The requested changes are checked against what the run has done. Nothing is written before all checks pass.
+    2. `resolved-2.yaml` is written: what the run carries out from now on. No file names it yet.
+    3. For a finished stage that is to continue, `result.json` is removed. A run killed here finishes as it had before.
+    4. `run.json` is replaced atomically. From here on the run is the changed one (`recipe/run_changes.py`).
 
-So a run that is killed at any moment is resumed either as it was or as it was changed.
+So a run killed at any moment resumes either unchanged or changed.
 """
 
 from __future__ import annotations
@@ -41,16 +41,16 @@ from opd.runner.reuse import REUSED
 from opd.runner.teacher_table import read_start
 from opd.store import RolloutStore
 
-EVERY_KEY = frozenset({"checkpoint", "monitors", "hub"})  # sections of which every key may change
-CHANGEABLE = {  # and keys of others
+EVERY_KEY = frozenset({"checkpoint", "monitors", "hub"})  # sections in which every key may change
+CHANGEABLE = {  # and the keys of other sections
     "train": frozenset({"steps", "tokens", "lr", "warmup", "schedule", "weight_decay", "clip", "micro_tokens"}),
     "eval": frozenset({"every", "prompts", "early_stop", "plateau"}),
     "log": frozenset({"to", "project", "samples", "samples_every"}),
     "store": frozenset({"commit_ms", "fsync", "retain"}),
 }
 TRACKERS = ("log.to", "log.project")  # the same for all stages of a run
-RATES = ("train.steps", "train.lr", "train.warmup", "train.schedule")  # what the learning rate follows from
-WHY = {  # section -> why the rest of it cannot change
+RATES = ("train.steps", "train.lr", "train.warmup", "train.schedule")  # settings that determine the learning rate
+WHY = {  # section -> why its other keys cannot change
     "name": "checkpoints and rollouts are filed under it",
     "student": "weights and optimiser state are this student's",
     "teachers": "the steps so far were scored by these teachers",
@@ -77,7 +77,7 @@ WHY = {  # section -> why the rest of it cannot change
 
 
 def place_overrides(recipe: Recipe, overrides: Iterable[str]) -> list[str]:
-    """`train.steps=20` means the only stage; of several, one has to be named: `stages.NAME.train.steps=20`. Trackers are those of all."""
+    """Add stage names to overrides. With several stages, all keys but the trackers' need one: `stages.NAME.train.steps=20`. Trackers apply to all."""
     placed = []
     for override in overrides:
         key, separator, _ = override.partition("=")
@@ -102,7 +102,7 @@ def place_overrides(recipe: Recipe, overrides: Iterable[str]) -> list[str]:
 
 
 def change_run(directory: Path, before: Recipe, after: Recipe, say: Callable[[str], None]) -> None:
-    """Have a run carry out `after` from the step on that it has come to. Its lock is held. Nothing to do where both are the same."""
+    """Carry out `after` from the run's current step on. The caller holds the lock. Does nothing if both recipes are the same."""
     if [stage.name for stage in before.stages] != [stage.name for stage in after.stages]:
         raise RecipeError("the stages of a run that has begun keep their names and their order. Start a new run.")
     pairs = list(zip(before.stages, after.stages, strict=True))
@@ -136,7 +136,7 @@ def _may_change(key: str) -> bool:
 def _require_changeable(
     directory: Path, stage: Stage, changes: Sequence[KeyChange], standing: ResumePoint, stages: int
 ) -> None:
-    """Refuse keys, all of them at once, that what was done so far depends on."""
+    """Reject, all at once, changed keys that the steps so far depend on."""
     fixed = [change for change in changes if not _may_change(change.key)]
     if not fixed:
         return
@@ -148,7 +148,7 @@ def _require_changeable(
 
 
 def _new_run(directory: Path, stage: Stage, changes: Sequence[KeyChange], standing: ResumePoint) -> str:
-    """How to have it all the same."""
+    """How to get the change with a new run."""
     place, keys = f"stages.{stage.name}.", [change.key for change in changes]
     settings = [f"{place}{change.key}={json.dumps(change.new)}" for change in changes]
     start = standing.checkpoint
@@ -166,7 +166,7 @@ def _of_stage(name: str, stages: int) -> str:
 def _part(
     directory: Path, old: Stage, new: Stage, changes: Sequence[KeyChange], standing: ResumePoint, stages: int
 ) -> dict[str, Any]:
-    """What `run.json` says of one stage; refused where what was done contradicts it."""
+    """The record of one stage's change in `run.json`. Rejects changes that contradict what was done."""
     result, of = standing.result or StageResult(old.name), _of_stage(old.name, stages)
     if result.steps > new.train.steps:
         raise RecipeError(
@@ -196,12 +196,12 @@ def _only_trackers(changes: Sequence[KeyChange]) -> bool:
 
 
 def _left(new: Stage, standing: ResumePoint) -> bool:
-    """Whether a run has something left to do for a stage."""
+    """Whether the stage has work left."""
     return standing.output is None or (standing.result is not None and _continues(new, standing.result))
 
 
 def _continues(new: Stage, result: StageResult) -> bool:
-    """Whether a stage has a step left to do."""
+    """Whether the stage has a step left."""
     known = reopened(StageResult.restored(result.state(), Path()), new)
     return result.steps < new.train.steps and not spent(new, known) and not good_enough(new, known)
 
@@ -213,7 +213,7 @@ def _require_continues(
     changes: Sequence[KeyChange],
     standings: Mapping[str, ResumePoint],
 ) -> None:
-    """A finished stage is changed where it has steps left to do then, and where nothing was built on what it ended with."""
+    """Require that a finished stage has steps left after the change, and that nothing was built on its result."""
     standing, of = standings[new.name], _of_stage(new.name, len(recipe.stages))
     result = standing.result
     assert result is not None
@@ -235,7 +235,7 @@ def _require_continues(
     begun = [name for name in _built_on(recipe, new.name) if _has_begun(directory, name, standings[name])]
     if begun:
         settings = [f"stages.{new.name}.{change.key}={json.dumps(change.new)}" for change in changes]
-        again = [] if recipe.plugins else ["--reuse", str(directory)]  # whose code no key covers
+        again = [] if recipe.plugins else ["--reuse", str(directory)]  # no key covers plugin code
         command = shlex.join(["opd", "run", str(recipe_file(directory)), *settings, *again])
         raise RecipeError(
             f"{of}{told}: {', '.join(begun)} began with the model that {new.name} ended with after step {result.steps}, and "
@@ -252,9 +252,9 @@ def _remedy(new: Stage, result: StageResult) -> str:
 
 
 def _built_on(recipe: Recipe, name: str) -> list[str]:
-    """Stages that take something from this one, or from one that does."""
+    """Stages that depend on this one, directly or through others."""
     found = [name]
-    for stage in recipe.stages:  # each after those that it needs
+    for stage in recipe.stages:  # in the order of dependencies
         if any(edge.stage in found for edge in edges(stage)):
             found.append(stage.name)
     return found[1:]
@@ -272,7 +272,7 @@ def _has_begun(directory: Path, name: str, standing: ResumePoint) -> bool:
 
 
 def _write(directory: Path, stages: Mapping[str, Mapping[str, Any]]) -> None:
-    """One file decides, and it is the last to be written."""
+    """Write the change. The file that makes it effective is written last."""
     facts, current = read_sealed(directory / SEALS), recipe_file(directory)
     changes = facts.get("changes", [])
     name = recipe_name(len(changes) + 1)
@@ -281,7 +281,7 @@ def _write(directory: Path, stages: Mapping[str, Mapping[str, Any]]) -> None:
     for stage, part in stages.items():
         folder = checkpoint_directory(directory, stage, 0).parent
         if part["result"] is not None and (folder / RESULT).exists():
-            (directory / "summary.json").unlink(missing_ok=True)  # which says that the run is done
+            (directory / "summary.json").unlink(missing_ok=True)  # it says that the run is finished
             (folder / RESULT).unlink()
             sync(folder)
     files = {**facts["files"], name: hashlib.sha256(text.encode()).hexdigest()}
@@ -291,7 +291,7 @@ def _write(directory: Path, stages: Mapping[str, Mapping[str, Any]]) -> None:
 
 
 def recover_changed(directory: Path, name: str, files: Mapping[str, str]) -> bool:
-    """Write a `resolved-2.yaml` again that was cut off, from the one before and what was changed. Whether that gives what was sealed."""
+    """Rewrite a truncated `resolved-2.yaml` from the recipe before and the changes. Returns whether the result matches the seal."""
     changes = changes_of(directory)
     number = [change["recipe"] for change in changes].index(name)
     earlier = directory / recipe_name(number)
@@ -300,14 +300,14 @@ def recover_changed(directory: Path, name: str, files: Mapping[str, str]) -> boo
     if hashlib.sha256(text.encode()).hexdigest() != files[name]:
         return False
     cut = (directory / name).read_bytes().rstrip(b"\0") if (directory / name).is_file() else b""
-    if not text.encode().startswith(cut):  # it was edited
+    if not text.encode().startswith(cut):  # the user edited it
         return False
     write_whole(directory / name, text)
     return True
 
 
 def correct_changes(directory: Path, standings: Mapping[str, ResumePoint], say: Callable[[str], None]) -> None:
-    """A checkpoint that is gone may take a stage back to before a change: those steps are done again, as it is changed."""
+    """If a missing checkpoint takes a stage back to before a change, record that the repeated steps use the changed settings."""
     facts = read_sealed(directory / SEALS)
     corrected = False
     for change in facts.get("changes", []):
@@ -325,7 +325,7 @@ def correct_changes(directory: Path, standings: Mapping[str, ResumePoint], say: 
 
 
 def differences_in_words(before: Recipe, after: Recipe) -> str:
-    """Keys of two recipes that differ, for a message: `train.steps 10 → 20`."""
+    """The keys that differ between two recipes, for a message: `train.steps 10 → 20`."""
     one, other = ({stage.name: stage.model_dump(mode="json") for stage in recipe.stages} for recipe in (before, after))
     if list(one) != list(other):
         return f"stages {shown_value(list(one))} → {shown_value(list(other))}"
@@ -339,7 +339,7 @@ def differences_in_words(before: Recipe, after: Recipe) -> str:
 
 
 def as_overrides(before: Recipe, after: Recipe) -> list[str]:
-    """What turns a run of one recipe into one of the other; empty where not every key that differs may change."""
+    """Overrides that turn a run of one recipe into the other; empty if a differing key cannot change."""
     if [stage.name for stage in before.stages] != [stage.name for stage in after.stages]:
         return []
     found = [

@@ -1,4 +1,4 @@
-"""Pushing trained models to the Hugging Face hub: access is checked before anything is spent."""
+"""Push trained models to the Hugging Face hub. Access is checked before training."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ LEFT_HERE = (
     "trainer.json",
     "teachers/*",
     "modules/*",
-)  # of a checkpoint; the rest is the model
+)  # files of a checkpoint that are not part of the model
 
 
 def require_access(stage: Stage, *, make: bool = True) -> None:
-    """Refuse a stage whose model could not be pushed: no token, no network, no right to write. `make`: the repository, too."""
+    """Reject a stage if its model cannot be pushed: no token, no network, no write access. `make`: also create the repository."""
     if stage.hub is None:
         return
     from huggingface_hub import HfApi, constants
@@ -40,7 +40,7 @@ def require_access(stage: Stage, *, make: bool = True) -> None:
 
 
 def push(directory: Path, hub: Hub) -> str | None:
-    """Upload a model. None where that worked; else what went wrong, and the command that does it later."""
+    """Upload a model. Returns None on success, otherwise the error and the command that pushes it later."""
     from huggingface_hub import HfApi
 
     try:

@@ -1,7 +1,7 @@
 """What a run reads from outside its directory, by content: prompts, models, reward functions.
 
-The checksums are sealed in `run.json` when the run begins, and looked at again whenever a stage is begun or taken up: a run that
-went on with other prompts or another teacher would be neither of the two. Hub models are loaded by the commit found at the start.
+The checksums are sealed in `run.json` when the run begins. They are checked whenever a stage begins or resumes, because a run must not
+mix two sets of prompts or teachers. Hub models are loaded by the commit found at the start.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from opd.recipe.stage import MERGED
 from opd.rewards.reward import RewardKind
 
 HUB = "hub:"
-DECIDES = "demonstrations: reward"  # what the record calls the reward of `rollout.demonstrations.by`
-THREADS = 8  # that read and hash side by side: a dozen large teachers would take minutes on one
-LONG, EVERY = 1 << 30, 5.0  # bytes from which on reading is announced, and how often progress is, in seconds
-Inputs = dict[str, dict[str, str]]  # what is read -> {"for": …, "sha256" | "commit" | "fingerprint": …}
+DECIDES = "demonstrations: reward"  # the record's name for the reward of `rollout.demonstrations.by`
+THREADS = 8  # threads that read and hash: a dozen large teachers would take minutes on one
+LONG, EVERY = 1 << 30, 5.0  # bytes from which reading is announced; seconds between progress messages
+Inputs = dict[str, dict[str, str]]  # name of the input -> {"for": …, "sha256" | "commit" | "fingerprint": …}
 
 
 def inputs_of(
     stages: Sequence[Stage], say: Callable[[str], None], directory: Path | None = None, *, hub: bool = True
 ) -> dict[str, Inputs]:
-    """Every stage's inputs, as they are now. `hub` asks for the commits of hub models, too.
+    """The current inputs of every stage. `hub`: whether to include the commits of hub models.
 
-    What lies in the run's own directory goes by its name there: the directory may move.
+    Inputs in the run's own directory are named relative to it, because the directory may move.
     """
     files = {
         stage.name: [(path, _inside(name, directory), what) for path, name, what in _files(stage)] for stage in stages
@@ -45,7 +45,7 @@ def inputs_of(
         here = found[stage.name] = {
             name: {"for": what, "sha256": reader.hash(path)} for path, name, what in files[stage.name]
         }
-        for reward, what in _rewards(stage):  # workers run the very bytes that are hashed here
+        for reward, what in _rewards(stage):  # workers run exactly the bytes that are hashed here
             if (file := reward.file()) is not None and (code := reward.read_code()) is not None:
                 name = _inside(str(file.absolute()), directory)
                 here[name] = {"for": what, "sha256": hashlib.sha256(code).hexdigest()}
@@ -56,19 +56,19 @@ def inputs_of(
         asked = (*stage.prompts, *stage.eval.further)
         for number, source in enumerate(asked):
             if (fingerprint := source.fingerprint()) is not None:
-                again = source.source in [later.source for later in asked[number + 1 :]]  # another split, say
+                again = source.source in [later.source for later in asked[number + 1 :]]  # with another split, say
                 name = f"{source.source}#{number + 1}" if again else source.source
                 here[name] = {"for": "prompts", "fingerprint": fingerprint}
     return found
 
 
 def check_inputs(stage: str, recorded: Inputs, now: Inputs, directory: Path, plugins: Sequence[str] = ()) -> None:
-    """Refuse a stage whose inputs are not those the run began with. With plugins, no other run takes over what is finished."""
+    """Reject a stage if its inputs have changed since the run began. With plugins, finished stages cannot be reused by another run."""
     recorded = {_inside(name, directory): facts for name, facts in recorded.items()}
     changed = [
         f"{name} ({facts['for']}) {_difference(facts, now.get(name))}"
         for name, facts in recorded.items()
-        if now.get(name) != facts and not name.startswith(HUB)  # those are loaded by their commit
+        if now.get(name) != facts and not name.startswith(HUB)  # hub models are loaded by their commit
     ]
     changed += [
         f"{name} ({facts['for']}) did not exist then"
@@ -85,7 +85,7 @@ def check_inputs(stage: str, recorded: Inputs, now: Inputs, directory: Path, plu
 
 
 def revision_begun_with(recorded: Inputs, model: str, revision: str | None) -> str | None:
-    """The revision to read a model at: of one on the hub, the commit that the run began with."""
+    """The revision to load a model at. For a hub model, this is the commit that the run began with."""
     if model.startswith((STAGE_PREFIX, MERGED)):
         return revision
     location = locate(model, revision)
@@ -101,20 +101,20 @@ def revision_read(
     model: str,
     revision: str | None,
 ) -> str | None:
-    """The same for what a stage reads; `outputs`: of stages before. One that was passed over gives on what it would have started
-    from, at the revision of that.
+    """The revision of a model that a stage reads. `outputs`: of earlier stages. A stage that was passed over hands on the model that it would
+    have started from, at that model's revision.
     """
     starts = {other.name: other.student for other in recipe.stages}
     while model.startswith(STAGE_PREFIX):
         stage = model.removeprefix(STAGE_PREFIX)
-        if outputs[stage].parent.parts[-2:] == ("checkpoints", stage):  # it was trained
+        if outputs[stage].parent.parts[-2:] == ("checkpoints", stage):  # the stage was trained
             return revision
         model, revision = starts[stage].model, starts[stage].revision
     return revision_begun_with(inputs.get(stage, {}), model, revision)
 
 
 def _recorded_later(facts: Mapping[str, str]) -> bool:
-    """Whether earlier runs did not record it: fingerprints of some datasets, and the reward of demonstrations."""
+    """Whether earlier runs did not record this input: fingerprints of some datasets, and the reward of demonstrations."""
     return "fingerprint" in facts or facts["for"].startswith(DECIDES)
 
 
@@ -125,11 +125,11 @@ def _difference(then: Mapping[str, str], now: Mapping[str, str] | None) -> str:
     return f"has changed: {kind} {then[kind][:12]}… then, {now.get(kind, 'none')[:12]}… now"
 
 
-# What there is to read
+# --- The inputs of a stage ---
 
 
 def _inside(name: str, directory: Path | None) -> str:
-    """However the directory is spelt: `../run` and `/home/me/run` may be one."""
+    """The name relative to the directory, however it is spelled: `../run` and `/home/me/run` may be the same."""
     if directory is None or not os.path.isabs(name):
         return name
     inside = os.path.abspath(name).removeprefix(f"{os.path.abspath(directory)}{os.sep}")
@@ -161,7 +161,7 @@ def _rewards(stage: Stage) -> Iterator[tuple[RewardKind, str]]:
 
 
 def _models(stage: Stage) -> Iterator[tuple[str, str | None, str]]:
-    """(name, revision, role) of every model that no earlier stage of the run makes."""
+    """(name, revision, role) of every model that does not come from an earlier stage of the run."""
     found = [(start, stage.student.revision, "student") for start in stage.starts]
     if stage.student.merge is not None:
         found += [(path, None, "student") for path in stage.student.merge.beside()]
@@ -172,25 +172,25 @@ def _models(stage: Stage) -> Iterator[tuple[str, str | None, str]]:
 
 
 def _hub_name(location: Location) -> str:
-    """How a hub model is recorded: one name may be there at two revisions."""
+    """The recorded name of a hub model, which may be used at two revisions."""
     return f"{HUB}{location.path}" + (f"@{location.revision}" if location.revision else "")
 
 
 def _place(path: Path) -> Hashable:
-    """Where its bytes lie; some file systems give no number, or one to several files."""
+    """The location of the file's bytes. Some file systems give files no number, or several files the same one."""
     facts = path.stat()
     return (facts.st_dev, facts.st_ino, facts.st_size, facts.st_mtime_ns) if facts.st_ino else path
 
 
 class _Reader:
-    """Hashes files, each once and several side by side, and says how far it is where that takes long."""
+    """Hashes files in parallel, each once, and reports progress if that takes long."""
 
     def __init__(self, files: Iterable[Path], say: Callable[[str], None]) -> None:
         self._files = {path: _place(path) for path in files}
         self._total = sum({place: path.stat().st_size for path, place in self._files.items()}.values())
         self._say, self._done, self._given_up = say, 0, False
         self._lock = threading.Lock()
-        self._known: dict[Hashable, str] | None = None  # by where the bytes lie: one file may have several names
+        self._known: dict[Hashable, str] | None = None  # by location: one file may have several names
 
     def hash(self, path: Path) -> str:
         if self._known is None:
@@ -209,7 +209,7 @@ class _Reader:
                     )
             return {place: self._result(paths[place], found) for place, found in waiting.items()}
         finally:
-            self._given_up = True  # Ctrl-C: whoever reads a large file leaves it
+            self._given_up = True  # Ctrl-C: threads stop reading large files
             pool.shutdown(cancel_futures=True)
 
     def _result(self, path: Path, found: Future[str]) -> str:

@@ -1,10 +1,10 @@
-"""Ctrl-C and SIGTERM, turned into a request that the run obeys at its next token.
+"""Ctrl-C and SIGTERM, turned into a request that the run follows at its next token.
 
-    Ctrl-C    `Stopped`: a checkpoint is saved; a second one leaves at once
-    SIGTERM   `Preempted`: flush and leave within the grace time, with an exit code that says "resume me"
+    Ctrl-C    `Stopped`: a checkpoint is saved; a second Ctrl-C exits at once
+    SIGTERM   `Preempted`: flush and exit within the grace time, with an exit code that means "resume me"
 
-Python runs signal handlers between bytecodes, so a long call into torch delays them. A watchdog thread hears of SIGTERM
-at once and ends the process when the grace time is over: what is on disk is consistent at every moment.
+Python runs signal handlers between bytecodes, so a long call into torch delays them. A watchdog thread sees SIGTERM at once and
+ends the process when the grace time is over. The files on disk are consistent at every moment.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from types import FrameType
 
 from opd.common.errors import RESUME_ME, Preempted, Stopped
 
-MARGIN = 0.9  # of the grace time; the rest is for the interpreter's own end
+MARGIN = 0.9  # usable fraction of the grace time; the rest is for the interpreter's exit
 
 
 class Interrupts:
-    """Use as a context manager. Outside the main thread it does nothing: the caller keeps its own handlers."""
+    """Use as a context manager. Outside the main thread it does nothing, and the caller keeps its own handlers."""
 
     def __init__(self, announce: Callable[[str], None], grace: float) -> None:
         self.grace, self._announce = grace, announce
@@ -46,23 +46,23 @@ class Interrupts:
             raise Stopped
 
     def ask(self) -> None:
-        """A stop that the program itself asks for, as Ctrl-C would; a Ctrl-C after it leaves at once."""
+        """Request a stop from the program, as Ctrl-C would. A Ctrl-C after it exits at once."""
         if self._asked is None:
             self._asked, self._since = signal.SIGINT, time.monotonic()
 
     @property
     def asked(self) -> int:
-        """The signal that asks to stop; 0: none."""
+        """The signal that requested a stop; 0 if none did."""
         return self._asked or 0
 
     def obey(self, number: int) -> None:
-        """A signal that another rank was sent, too."""
+        """Follow a signal that another rank received."""
         if self._asked is None or number == signal.SIGTERM:
             self._asked, self._since = number, self._since or time.monotonic()
 
     @property
     def left(self) -> float:
-        """Seconds of the grace time that are left."""
+        """Remaining seconds of the grace time."""
         return self.grace * MARGIN - (time.monotonic() - self._since)
 
     def __enter__(self) -> Interrupts:
@@ -81,7 +81,7 @@ class Interrupts:
         signal.set_wakeup_fd(self._previous_wakeup)
         for number, handler in self._previous.items():
             signal.signal(number, handler)  # type: ignore[arg-type]
-        self._wakeup[1].close()  # the watchdog reads the end and leaves
+        self._wakeup[1].close()  # the watchdog reads the end of the stream and returns
         self._wakeup = None
 
     def _handle(self, number: int, frame: FrameType | None) -> None:

@@ -1,4 +1,4 @@
-"""A run at work, as the callbacks of `opd.run` and `opd.resume` see it. Needs no torch."""
+"""A running run, as callbacks of `opd.run` and `opd.resume` see it. Needs no torch."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ if TYPE_CHECKING:
 
 
 class LiveRun(Run):
-    """A run in this process: its directory, and what works in it right now."""
+    """A run in this process: its directory and its current objects."""
 
     def __init__(self, directory: Path, ask_to_stop: Callable[[], None]) -> None:
         super().__init__(directory)
-        self.stage = ""  # the name of the one at work
-        self.step = 0  # of that stage, the newest that has ended
-        self.rewards: Mapping[str, float | None] = {}  # of the newest rollouts, by id; None: it could not be said
+        self.stage = ""  # name of the current stage
+        self.step = 0  # its newest finished step
+        self.rewards: Mapping[str, float | None] = {}  # rewards of the newest rollouts, by id; None: the reward failed
         self.stopping = False
         self._ask_to_stop = ask_to_stop
         self._at_work: StageParts | None = None
@@ -41,7 +41,7 @@ class LiveRun(Run):
         return self._stage_run.text(rollout)
 
     def stop(self) -> None:
-        """End at the next safe moment: a checkpoint is saved, the call that started the run returns, `opd.resume` goes on."""
+        """Stop at the next safe moment. A checkpoint is saved, the call that started the run returns, and `opd.resume` can continue."""
         self.stopping = True
         self._ask_to_stop()
 
@@ -52,13 +52,13 @@ class LiveRun(Run):
         return self._at_work
 
     def enter(self, stage: str, step: int, at_work: StageParts | None) -> None:
-        """For the pipeline: a stage begins, or (without a `StageParts`) has ended."""
+        """For the pipeline: a stage begins or, without a `StageParts`, has ended."""
         self.stage, self.step, self._at_work = stage, step, at_work
 
 
 @dataclass(frozen=True)
 class Hooks:
-    """What a Python program adds to a recipe. None of it is written down: `opd.resume` has to be given it again."""
+    """What a Python program adds to a recipe. It is not saved: `opd.resume` needs it again."""
 
     on_step: OnStep | None = None
     on_rollouts: OnRollouts | None = None
@@ -72,7 +72,7 @@ class Hooks:
 
 
 class CallbackRaised(Exception):
-    """Carries what a callback raised past everything that would take it for an error of opd's own."""
+    """Carries an exception of a callback past all handlers of opd's own errors."""
 
     def __init__(self, error: Exception) -> None:
         super().__init__()
@@ -81,7 +81,7 @@ class CallbackRaised(Exception):
 
 @dataclass(frozen=True)
 class Callbacks:
-    """Calls the hooks with the run."""
+    """Calls the callbacks with the run."""
 
     hooks: Hooks
     run: LiveRun
@@ -103,6 +103,6 @@ class Callbacks:
             hook(self.run, value)
         except Stopped:
             raise
-        except Exception as error:  # a user's own code may raise anything
+        except Exception as error:  # the user's code may raise anything
             error.add_note(f"raised by {name}; to continue the run: opd.resume({str(self.run.directory)!r})")
             raise CallbackRaised(error) from error

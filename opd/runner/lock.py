@@ -1,10 +1,10 @@
 """One owner per run directory: `run.lock` names the process that writes there.
 
-The lock is the kernel's (`flock`), so it ends with its holder, however that dies, and the next one takes over. The text
-in the file only names the holder. Readers of a run directory ask for a moment whether it is held (`opd.common.process_identity.at_work`).
+The kernel holds the lock (`flock`), so it ends with its process, however that ends, and the next process can take it. The text in the
+file only names the holder. Readers of a run directory briefly check whether it is held (`opd.common.process_identity.at_work`).
 
-A new run is `claim`ed: the directory is made, locked, and only then looked into and written to. Whoever comes second finds
-it locked or used, and takes the next name.
+A new run uses `claim`: it creates the directory and locks it before it reads or writes anything there. A second process finds the
+directory locked or in use, and takes the next name.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from typing import Any
 from opd.common.errors import RunDirectoryError, RunLocked
 from opd.common.process_identity import NAME, describe, elsewhere, holder, myself
 
-LEASE, AGAIN = 180.0, 2.0  # seconds for a lock of another machine, which NFS keeps for 90, and between two tries
-ATTEMPTS = 100  # at a directory that others make and take away meanwhile
-LOOKS, BETWEEN = 25, 0.02  # at a lock that is held, maybe by a reader that asks about it; seconds
+LEASE, AGAIN = 180.0, 2.0  # seconds to wait for another machine's lock, which NFS keeps for 90, and between attempts
+ATTEMPTS = 100  # at a directory that other processes create and remove meanwhile
+LOOKS, BETWEEN = 25, 0.02  # attempts at a held lock, which a reader may hold briefly; seconds between them
 _held: set[int] = set()
 
 
 class Gone(RunDirectoryError):
-    """The directory was there a moment ago; the process that had made it has taken it away again."""
+    """The directory was removed by the process that had created it."""
 
 
 def _let_go() -> None:
-    """A forked process shares the lock for as long as it lives; it is the parent's alone."""
+    """Close the parent's lock in a forked process, which would otherwise share it."""
     for handle in _held:
         os.close(handle)
     _held.clear()
@@ -42,7 +42,7 @@ os.register_at_fork(after_in_child=_let_go)
 
 
 class RunLock:
-    """Use as a context manager, or `take` and `release`. `previous` is a holder that died without giving it back, if any."""
+    """Use as a context manager, or `take` and `release`. `previous`: a holder that died without releasing the lock, if any."""
 
     def __init__(self, directory: Path) -> None:
         self.path = directory / NAME
@@ -55,7 +55,7 @@ class RunLock:
 
     def take(self, looks: int = LOOKS) -> RunLock:
         handle = self._open(looks)
-        while not self._is(handle):  # its holder withdrew the directory, lock and all, while we waited
+        while not self._is(handle):  # its holder removed the directory with the lock meanwhile
             os.close(handle)
             handle = self._open(looks)
         self._handle, self.previous = handle, holder(self.directory)
@@ -64,7 +64,7 @@ class RunLock:
         return self
 
     def take_patiently(self) -> RunLock:
-        """For a job that is started again: a file server keeps the lock of a machine that is gone for a while."""
+        """For a restarted job: a file server keeps the lock of a lost machine for a while."""
         until, told = time.monotonic() + LEASE, False
         while True:
             try:
@@ -74,7 +74,7 @@ class RunLock:
                     raise
             if not told:
                 who = describe(self.directory)
-                from opd.common.http import to_stderr  # `opd --help` stays instant
+                from opd.common.http import to_stderr  # keeps `opd --help` fast
 
                 to_stderr(
                     f"{self.directory} is in use by {who}. If that machine is gone, its lock ends: waiting {LEASE:g} s"
@@ -83,7 +83,7 @@ class RunLock:
             time.sleep(AGAIN)
 
     def _open(self, looks: int) -> int:
-        """The lock's file, locked."""
+        """Open and lock the lock file."""
         try:
             handle = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
         except FileNotFoundError:
@@ -110,14 +110,14 @@ class RunLock:
         return handle
 
     def _is(self, handle: int) -> bool:
-        """Whether the path still names the file that is locked."""
+        """Whether the path still names the locked file."""
         try:
             return os.path.samestat(os.fstat(handle), os.stat(self.path))
         except FileNotFoundError:
             return False
 
     def release(self) -> None:
-        if self._handle in _held:  # not in a process forked off since
+        if self._handle in _held:  # false in a process forked since
             assert self._handle is not None
             self._write("")
             os.close(self._handle)
@@ -137,7 +137,7 @@ class RunLock:
         os.ftruncate(self._handle, 0)
         try:
             os.pwrite(self._handle, text.encode(), 0)
-        except OSError as error:  # a full disk: the kernel's lock holds all the same, it is only unnamed
+        except OSError as error:  # for example a full disk: the lock holds, and only its text is missing
             if error.errno not in (errno.ENOSPC, errno.EDQUOT):
                 raise
 
@@ -151,13 +151,13 @@ def _lock(handle: int, looks: int) -> None:
     fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
-# A directory of one's own
+# --- Claiming a directory ---
 
 
 def claim(wanted: Path) -> tuple[RunLock, bool]:
-    """The wanted directory, or the first free `NAME-2`, `NAME-3`, …, locked; and whether it had to be made.
+    """Lock the wanted directory, or the first free `NAME-2`, `NAME-3`, …. Also returns whether it was created.
 
-    A directory that was there may be used if it is empty, which counts only once it is locked.
+    An existing directory may be used if it is empty. This is checked after locking it.
     """
     candidate, number = wanted, 2
     while True:
@@ -178,7 +178,7 @@ def claim(wanted: Path) -> tuple[RunLock, bool]:
 
 
 def make(directory: Path) -> bool:
-    """True for the one process that made it; False where something of this name is there."""
+    """Create the directory. True for the one process that created it, False if the name exists."""
     for _ in range(ATTEMPTS):
         try:
             directory.parent.mkdir(parents=True, exist_ok=True)
@@ -186,7 +186,7 @@ def make(directory: Path) -> bool:
             return True
         except (
             FileNotFoundError
-        ) as error:  # the parent was taken away in between; or nothing can be made here, as in /proc
+        ) as error:  # the parent was removed meanwhile, or nothing can be created here, as in /proc
             why = error.strerror
         except FileExistsError:
             if directory.parent.is_dir():
@@ -200,7 +200,7 @@ def make(directory: Path) -> bool:
 
 
 def _free(directory: Path) -> bool:
-    """Whether nothing but a lock is in it. A file of this name, or a directory closed to us, is not free."""
+    """Whether the directory holds nothing but a lock. A file of this name or an unreadable directory is not free."""
     try:
         return set(os.listdir(directory)) <= {NAME}
     except (NotADirectoryError, FileNotFoundError, PermissionError):

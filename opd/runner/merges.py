@@ -1,4 +1,4 @@
-"""The model that a stage starts from where it is merged from others: made once, kept in the run directory."""
+"""Merged models that stages start from. Each is created once and kept in the run directory."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ def merged_directory(directory: Path, stage: str) -> Path:
 
 
 class PlannedModels:
-    """What stages are going to start from and to save, before any of them has run: models of the same shapes that are there."""
+    """The models that stages will start from and save, before any stage has run. Existing models of the same shapes stand for them."""
 
     def __init__(self) -> None:
-        self._known: dict[str, tuple[str, str | None]] = {}  # stage:NAME, merge:NAME -> a model, and its revision
-        self._bases: dict[str, str | None] = {}  # stage:NAME -> what its adapters will belong to; None: it has none
+        self._known: dict[str, tuple[str, str | None]] = {}  # stage:NAME, merge:NAME -> a model and its revision
+        self._bases: dict[str, str | None] = {}  # stage:NAME -> the base of its adapters; None: it has none
 
     def resolve(self, name: str) -> str:
         return self._named(name)[0]
 
     def add(self, stage: Stage) -> None:
-        """The next one, in the order of the recipe. Refuses parts of its merge that do not fit each other."""
+        """Add the next stage, in the order of the recipe. Rejects merges with parts that do not fit each other."""
         student, saved = stage.student, STAGE_PREFIX + stage.name
         if student.merge is not None:
             student.merge.require_planned(self._named, self._bases)
@@ -45,7 +45,7 @@ class PlannedModels:
 
 
 def require_merges(recipe: Recipe) -> None:
-    """Refuse merges that cannot be made before the first stage has begun: every part is of a shape that is known."""
+    """Reject impossible merges before the first stage begins. The shapes of all parts are known."""
     if any(stage.student.merge is not None for stage in recipe.stages):
         planned = PlannedModels()
         for stage in recipe.stages:
@@ -53,7 +53,7 @@ def require_merges(recipe: Recipe) -> None:
 
 
 def merge_start(stage: Stage, directory: Path, resolve: Callable[[str], str], recorded: Inputs) -> None:
-    """Under its name the model is whole; one that a process before has made is used again."""
+    """Create the merged model, or use the one of an earlier process. A directory with the final name is complete."""
     where, merge = merged_directory(directory, stage.name), stage.student.merge
     if merge is None or where.is_dir():
         return

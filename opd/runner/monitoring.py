@@ -1,6 +1,6 @@
-"""The monitors of a stage at work: what they are told, how often they may speak, and the recipes that apply their remedies.
+"""The monitors of a running stage: what they see, how often they may raise an alarm, and the recipes that apply their remedies.
 
-Everything they decide by stands in metrics.jsonl, so a run that is taken up reads it again and knows what was said already.
+All their decisions follow from metrics.jsonl, so a resumed run reads it again and knows which alarms were raised.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from opd.runner.merges import merged_directory
 from opd.runner.results import StageResult
 
 MONITORS = "monitors.jsonl"
-QUIET = 20  # steps without a reason before the same monitor speaks again
-NAME = 55  # characters of a run's name that the remedied one keeps
+QUIET = 20  # steps without a reason before a monitor raises its next alarm
+NAME = 55  # characters of the run's name kept in the remedy's name
 
 
 class StageWatch:
-    """`say`: a line for the user. `stop`: ends the run at the next safe moment."""
+    """`say`: prints a line. `stop`: ends the run at the next safe moment."""
 
     def __init__(
         self, recipe: Recipe, spec: Stage, directory: Path, result: StageResult, say: Callable[[str], None],
@@ -49,28 +49,28 @@ class StageWatch:
             before=lambda: _evaluated(result.before),
         )
         self._history = History(facts)
-        self._held: dict[str, int] = {}  # monitor -> the newest step with a reason to speak
-        self._bases: dict[Path, tuple[dict[str, Any], Path | None]] = {}  # remedied recipe -> its alarm, its checkpoint
+        self._held: dict[str, int] = {}  # monitor -> the newest step with a reason for an alarm
+        self._bases: dict[Path, tuple[dict[str, Any], Path | None]] = {}  # remedy recipe -> (its alarm, its checkpoint)
         if result.steps:
             self._catch_up()
         for monitor in spec.monitors.watch:
             if (path := self._path(monitor)) not in self._bases:
-                path.unlink(missing_ok=True)  # of an alarm that is to come again
+                path.unlink(missing_ok=True)  # of an alarm that will be raised again
 
     def step(self, metrics: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """The line of a step that has ended. Returns lines for monitors.jsonl."""
+        """Process the metrics of a finished step. Returns lines for monitors.jsonl."""
         lines = [self._raise(monitor, alarm, metrics) for monitor, alarm in self._look(metrics)]
         self.settle()
         return lines
 
     def settle(self) -> None:
-        """Recipes go on from checkpoints that are there."""
+        """Rewrite recipes that start from a deleted checkpoint."""
         for path, (line, base) in list(self._bases.items()):
-            if base is not None and not base.is_dir():  # it made room for newer ones
+            if base is not None and not base.is_dir():  # it was deleted for newer ones
                 self._write(path, line)
 
     def _look(self, metrics: Mapping[str, Any]) -> list[tuple[Monitor, Alarm]]:
-        """Monitors that have something new to say."""
+        """Monitors with a new alarm."""
         self._history.add(metrics)
         found, step = [], int(metrics["step"])
         for monitor in self._spec.monitors.watch:
@@ -116,24 +116,24 @@ class StageWatch:
             self._stop()
         return line
 
-    # Recipes that apply a remedy
+    # --- Recipes that apply a remedy ---
 
     def _path(self, monitor: Monitor) -> Path:
         return self._directory / f"remedy-{self._spec.name}-{monitor.name}.yaml"
 
     @property
     def _plugins(self) -> list[str]:
-        """The run's copies, which lie beside the recipe; their choices are known already."""
+        """The run's copies of plugins, which lie next to the recipe. Their choices are registered already."""
         return [f"{PLUGINS}/{Path(name).name}" if name.endswith(".py") else name for name in self._recipe.plugins]
 
     def _base(self, step: int) -> Path | None:
-        """The last checkpoint before a step, or else the first one behind it. None: the stage's own start."""
+        """The last checkpoint before a step, or else the first one after it. None: the stage's own start."""
         found = steps_in(checkpoint_directory(self._directory, self._spec.name, 0).parent)
         before = [path for path in found if step_of(path) < step]
         return before[-1] if before else found[0] if found else None
 
     def _write(self, path: Path, line: dict[str, Any]) -> None:
-        """The first remedy whose recipe can be carried out; the line says what it changes. None: words have to do."""
+        """Write the first remedy that is a valid recipe, and record what it changes in the line. If none is valid, only the text remains."""
         base = self._base(line["step"])
         (monitor,) = [one for one in self._spec.monitors.watch if one.name == line["monitor"]]
         (own,) = [stage for stage in self._recipe.stages if stage.name == self._spec.name]
@@ -143,7 +143,7 @@ class StageWatch:
             try:
                 stages = self._with_needed(validate(self._taken_up(own, changed, base)))
                 recipe = load_recipe({"name": f"{self._recipe.name[:NAME]}-remedy", "stages": stages})
-            except UserError:  # not with these models, this objective, these prompts
+            except UserError:  # not valid with these models, this objective or these prompts
                 continue
             (now,) = [stage.model_dump(mode="json") for stage in recipe.stages if stage.name == own.name]
             changes = [*differences(self._taken_up(own, as_it_was, base), now)]
@@ -158,8 +158,8 @@ class StageWatch:
             return
 
     def _taken_up(self, own: Stage, changed: RecipeStage, base: Path | None) -> RecipeStage:
-        """A stage that goes on from a checkpoint for the steps that are left. Who was the student at its start stays just that."""
-        stage = {**changed, "seed": (own.seed + 1) % 2**63}  # other prompts than before, and other draws
+        """A stage that continues from a checkpoint for the remaining steps. Teachers that are the student's start model keep that model."""
+        stage = {**changed, "seed": (own.seed + 1) % 2**63}  # other prompts and draws than before
         if base is None:
             return stage
         state = read_state(base)
@@ -171,7 +171,7 @@ class StageWatch:
         return {**stage, "student": student, "teachers": teachers, "train": {**stage["train"], **left}}
 
     def _start(self, own: Stage) -> dict[str, Any]:
-        """The model that the stage began with, as another run can read it."""
+        """The model that the stage began with, under a name that another run can read."""
         model, directory = own.student.model, Path(os.path.abspath(self._directory))
         if model.startswith(STAGE_PREFIX):
             return {"model": output_of(directory, model.removeprefix(STAGE_PREFIX)), "revision": None}
@@ -180,7 +180,7 @@ class StageWatch:
         return {"model": model, "revision": own.student.revision}
 
     def _with_needed(self, changed: Stage) -> list[RecipeStage]:
-        """The stage at work as it is now, those behind it and all that these take from others."""
+        """The running stage with its changes, the stages after it, and all stages that these depend on."""
         stages = {stage.name: stage for stage in self._recipe.stages} | {changed.name: changed}
         names = list(stages)
         wanted, left = set[str](), names[names.index(changed.name) :]
@@ -206,7 +206,7 @@ def _listed(changes: Sequence[str]) -> str:
 
 
 def _evaluated(measures: Mapping[str, Measures]) -> Evaluated | None:
-    """The evaluation before training, as metrics.jsonl would have it."""
+    """The evaluation before training, in the form of metrics.jsonl."""
     values = {domain: found.value for domain, found in measures.items() if found.value is not None}
     more: dict[str, dict[str, float]] = {name: {} for name in ("stderr", "at_k", "at_k_stderr")}
     for domain, found in measures.items():
@@ -221,7 +221,7 @@ def _evaluated(measures: Mapping[str, Measures]) -> Evaluated | None:
 
 
 def evaluation_metrics(measures: Mapping[str, Measures]) -> dict[str, float | None]:
-    """What an evaluation adds to the metrics of its step."""
+    """The metrics that an evaluation adds to its step."""
     found: dict[str, float | None] = {f"eval/{domain}": one.value for domain, one in measures.items()}
     for domain, one in measures.items():
         more: Sequence[tuple[str, float | None]] = (

@@ -1,4 +1,4 @@
-"""A whole recipe: stage after stage into one run directory, evaluated, checkpointed, and stoppable at any moment."""
+"""Carries out a recipe stage by stage in one run directory, with evaluation and checkpoints. It can be stopped at any time."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ from opd.teachers.table import warnings
 
 
 class Pipeline:
-    """Carries out a recipe in a directory whose lock its caller holds. `inputs`: what it reads, as of the run's beginning."""
+    """Carries out a recipe in a directory that its caller has locked. `inputs`: what the run read when it began."""
 
     def __init__(
         self,
@@ -85,10 +85,10 @@ class Pipeline:
         self._recipe, self._lock, self._inputs, self._console = recipe, lock, inputs, console
         self._directory = lock.directory
         self._chosen = (selection or ChosenStages()).names(recipe)
-        self.began = False  # a first step, in this process
+        self.began = False  # whether this process has begun a first step
         leads = self.ranks.leads
         self._progress = Progress(console, self._directory / "log.txt" if leads else None, quiet or not leads)
-        self._outputs: dict[str, Path] = {}  # stage name -> the model it saved
+        self._outputs: dict[str, Path] = {}  # stage name -> saved model
         self._results: list[StageResult] = []
         self._phase = "loading"
         self._interrupts = Interrupts(self._progress.say, recipe.stages[0].checkpoint.grace)
@@ -97,11 +97,11 @@ class Pipeline:
         self._check_stop = self.ranks.listen(self._interrupts)
         self._callbacks = Callbacks(hooks if leads else Hooks(), self.live)
         self._saver = Saver()
-        self._consumed: int | None = 0  # rollouts of the stages before
-        self._begun = 0.0  # when the stage would have begun, had it run in one go
+        self._consumed: int | None = 0  # rollouts of earlier stages
+        self._begun = 0.0  # when the stage would have begun without interruptions
 
     def run(self, resume: bool = False) -> None:
-        """Every stage in turn. Whatever happens, the run directory is left complete up to that moment."""
+        """Run all stages in turn. However this ends, the run directory is complete up to that moment."""
         status = "failed"
         self.began = resume
         with disk_errors(self._directory, self._advice), self._interrupts, self._progress:
@@ -138,19 +138,19 @@ class Pipeline:
         return RolloutStore(directory) if self.ranks.leads else StoreElsewhere(directory)
 
     def _shared_standings(self) -> list[ResumePoint]:
-        """As the leader finds them: it tidies up on the way."""
+        """The standings that the leader finds; it also cleans up."""
         told = self.ranks.share(lambda: [standing.to_plain() for standing in self._take_up()])
         folders = [checkpoint_directory(self._directory, spec.name, 0).parent for spec in self._recipe.stages]
         return [ResumePoint.of_plain(found, folder) for found, folder in zip(told, folders, strict=bool(told))]
 
     def _take_up(self) -> list[ResumePoint]:
-        """Where every stage stands; none when nothing is left to do. Files written per step are cut back to there."""
+        """Where every stage stands, or nothing if the run is finished. Cuts files written per step back to that point."""
         if (previous := self._lock.previous) is not None:
             self._progress.say(
                 f"taking over from process {previous.get('pid')} on {previous.get('host')}, which is no longer running"
             )
         recipes = [recipe_name(number) for number in range(len(changes_of(self._directory)) + 2)]
-        names = {*WRITTEN, *recipes} - {"report.html"}  # which `opd report` writes without the lock
+        names = {*WRITTEN, *recipes} - {"report.html"}  # `opd report` writes it without the lock
         remove_partials(self._directory, names)
         standings = find_standings(self._directory, self._recipe, self._progress.say)
         summary = self._directory / "summary.json"
@@ -171,7 +171,7 @@ class Pipeline:
         return standings
 
     def _summary_says_done(self) -> bool:
-        """Of a run whose stages are all finished. A summary that their sealed results contradict is written again."""
+        """Whether all stages are finished according to the summary. A summary that contradicts their sealed results is rewritten."""
         if not (self._directory / "summary.json").is_file():
             return False
         try:
@@ -184,7 +184,7 @@ class Pipeline:
         return not differences and found.get("status") == "done"
 
     def _check_inputs(self, stages: Sequence[Stage]) -> None:
-        """Runs from before inputs were written down have none to compare with."""
+        """Runs from before inputs were recorded have nothing to compare with."""
         if self._inputs is None:
             self._progress.say(
                 "this run was started before opd recorded checksums of its inputs: changed inputs go unnoticed"
@@ -194,16 +194,16 @@ class Pipeline:
         for stage in stages:
             check_inputs(stage.name, self._inputs[stage.name], now[stage.name], self._directory, self._recipe.plugins)
 
-    # One stage
+    # --- One stage ---
 
     def _stage(self, spec: Stage, store: RolloutStore, standing: ResumePoint) -> None:
         result = standing.result or StageResult(spec.name)
         self._results.append(result)
         if standing.checkpoint is not None and self.ranks.leads:
-            point_latest(standing.checkpoint)  # the process before may have died between saving it and saying so
+            point_latest(standing.checkpoint)  # the process before may have ended between the save and this link
         if standing.output is not None:
             self._outputs[spec.name] = standing.output
-            if standing.checkpoint is not None and not (standing.output.parent / REUSED).exists():  # else elsewhere
+            if standing.checkpoint is not None and not (standing.output.parent / REUSED).exists():  # stored in this run
                 self._consumed = read_state(standing.output)["rollouts"]
             return
         if (chosen := self._select(spec, result)) is None:
@@ -212,7 +212,7 @@ class Pipeline:
 
     def _carry_out(self, spec: Stage, store: RolloutStore, standing: ResumePoint, result: StageResult) -> None:
         if self.ranks.leads and self._inputs is not None and spec.name != self._recipe.stages[0].name:
-            self._check_inputs([spec])  # time has passed since the run began or was taken up
+            self._check_inputs([spec])  # inputs may have changed since the run began or resumed
         self._interrupts.grace = spec.checkpoint.grace
         every = {"evaluate": spec.eval.every, "save": spec.checkpoint.every}
         self._progress.start_stage(spec.name, spec.train.steps, result.steps, every)
@@ -249,7 +249,7 @@ class Pipeline:
     def _opened(
         self, spec: Stage, store: RolloutStore, standing: ResumePoint, result: StageResult
     ) -> tuple[StageParts, StageCheckpoints]:
-        """The parts of the stage as its newest checkpoint has them, and what writes the next one."""
+        """The parts of the stage, restored from its newest checkpoint, and the writer of the next ones."""
         self._on_phase("loading")
         parts, newest = self._open(spec, store), list[str]()
         if standing.checkpoint is not None:
@@ -263,21 +263,21 @@ class Pipeline:
         return parts, saved
 
     def _say_where(self, stage: str, steps: int, checkpoint: Path | None) -> None:
-        """Where a stage continues, and what has been changed for the steps from there on."""
+        """Print where a stage continues, and which settings change from there on."""
         if checkpoint is not None:
             self._progress.say(f"{stage}: continuing after step {steps} from {checkpoint}")
         for part in told_now(self._directory, stage, steps):
             self._progress.say(f"{stage}: changed {part_in_words(part)}")
 
     def _select(self, spec: Stage, result: StageResult) -> Stage | None:
-        """The stage with those domains alone that are chosen, which is said; None: there are none."""
+        """The stage with only the selected domains, which are printed; None if there are none."""
         result.selected = selected(spec, self._results)
         if result.selected is not None and result.selected.chosen:
             self._progress.say(f"{spec.name}: {result.selected.in_words()}")
         return narrowed(spec, result.selected)
 
     def _pass_over(self, spec: Stage, result: StageResult) -> None:
-        """Nothing is chosen to train on: what the stage would have started from is what comes out of it."""
+        """Nothing is selected for training: the stage's output is the model it would have started from."""
         assert result.selected is not None
         self._merge(spec)
         self._outputs[spec.name] = Path(self._resolve_model(spec.student.model))
@@ -287,13 +287,13 @@ class Pipeline:
         self._progress.say(f"{spec.name}: {result.selected.in_words()}: passed over")
 
     def _merge(self, spec: Stage) -> None:
-        """The model that the stage starts from, where it is made of others."""
+        """Merge the model that the stage starts from, if the recipe asks for it."""
         if self.ranks.leads:
             merge_start(spec, self._directory, self._resolve_model, (self._inputs or {}).get(spec.name, {}))
         self.ranks.barrier()
 
     def _open(self, spec: Stage, store: RolloutStore) -> StageParts:
-        """Everything that the stage works with."""
+        """Open everything that the stage works with."""
         self._merge(spec)
         context = RunContext(
             self._directory,
@@ -317,7 +317,7 @@ class Pipeline:
         return parts
 
     def _train(self, evaluator: Evaluator, result: StageResult, saved: StageCheckpoints) -> None:
-        """Steps, each reported, evaluated and saved as the recipe says."""
+        """Train step by step; report, evaluate and save as the recipe says."""
         parts = evaluator.parts
         parts.objective.plateau = result.plateau
         enough = self._close_step(evaluator, result, saved) if saved.unreported else good_enough(parts.spec, result)
@@ -343,7 +343,7 @@ class Pipeline:
             )
 
     def _close_step(self, evaluator: Evaluator, result: StageResult, saved: StageCheckpoints) -> bool:
-        """What follows an update: evaluation, the line in metrics.jsonl, a checkpoint. True: early stopping says enough."""
+        """After an update: evaluate, write the line in metrics.jsonl, and save. True if early stopping ends the stage."""
         parts, report = evaluator.parts, saved.unreported
         assert report is not None
         step, every = result.steps, parts.spec.checkpoint.every
@@ -359,7 +359,7 @@ class Pipeline:
         return enough
 
     def _compare(self, parts: StageParts, result: StageResult) -> None:
-        """The start-up table, once: a run that is taken up has it already."""
+        """Measure the start-up table, once per run."""
         if result.steps or not parts.spec.log.start_table or not parts.teachers:
             return
         known = self.ranks.share(partial(read_start, self._directory))
@@ -398,7 +398,7 @@ class Pipeline:
             write_before(checkpoint_directory(self._directory, parts.spec.name, 0).parent, result)
 
     def _evaluate(self, evaluator: Evaluator, result: StageResult, step: int, metrics: dict[str, Any]) -> bool:
-        """Periodic evaluation, added to the step's metrics. True: better than ever."""
+        """Periodic evaluation, added to the step's metrics. True if the result is the best so far."""
         parts = evaluator.parts
         spec = parts.spec.eval
         if not spec.every or step % spec.every or step == parts.spec.train.steps or not parts.questions:
@@ -433,7 +433,7 @@ class Pipeline:
         if self.ranks.leads and parts.spec.hub is not None and (failure := push(final, parts.spec.hub)) is not None:
             self._progress.say(f"WARNING: {parts.spec.name}: {failure}")
 
-    # Stopping, errors, files
+    # --- Stopping, errors, files ---
 
     def _on_phase(self, phase: str) -> None:
         self._phase = phase

@@ -1,4 +1,4 @@
-"""What a recipe is going to do, without doing it: parameters, tokens, routes, memory. No weights are loaded."""
+"""What a recipe will do, without running it: parameters, tokens, routes, memory. No weights are loaded."""
 
 from __future__ import annotations
 
@@ -52,12 +52,12 @@ class Plan:
     tokens_per_step: int
     rollouts_per_step: int
     memory: dict[str, int]  # part -> bytes
-    pool: str = ""  # which teachers come and go
-    ahead: str = ""  # how sampling runs ahead of training
+    pool: str = ""  # which teachers are paged
+    ahead: str = ""  # how far sampling runs ahead of training
     notes: tuple[str, ...] = ()  # what is skipped
-    elsewhere: dict[str, int] = field(default_factory=dict)  # other device -> bytes of teachers on it
+    elsewhere: dict[str, int] = field(default_factory=dict)  # other device -> bytes of its teachers
     sizes: str = ""
-    fused: str = ""  # parts of the student's layers that are one kernel each
+    fused: str = ""  # fused parts of the student's layers
     unfused: str = ""  # why a GPU has none
     evaluated: tuple[str, ...] = ()  # domains with held-out prompts
 
@@ -97,7 +97,7 @@ def make_plan(recipe: Recipe) -> list[Plan]:
     asked, models = dict[str, list[PromptSource]](), PlannedModels()
     with plugin_errors():
         for stage in recipe.stages:
-            # of a stage whose rollouts are taken up again, what it asks is all that is known yet
+            # if a stage reuses an earlier stage's rollouts, only its prompts are known yet
             prompts = [one for source in stage.prompts for one in asked.get(source.source, [source])]
             asked[STAGE_PREFIX + stage.name] = prompts
             models.add(stage)
@@ -159,13 +159,13 @@ def _ahead(stage: Stage) -> str:
 
 
 def settle_sizes(stage: Stage, run: Path, checked: Checked, resolve: Callable[[str], str], ranks: Ranks) -> Stage:
-    """With what it leaves open, as the run has kept it or chooses it now."""
+    """The stage with open sizes filled in: kept by the run, or chosen now."""
     choose = partial(sizes_for, stage, checked, resolve)
     return with_sizes(stage, ranks.share(partial(kept_sizes, run, stage.name, choose)))
 
 
 def sizes_for(stage: Stage, checked: Checked, resolve: Callable[[str], str]) -> Sizes:
-    """What fits the device, by the estimate that the plan prints; where sizes are constants, nothing is counted."""
+    """Sizes that fit the device, by the plan's own estimate. Where sizes are constants, nothing is estimated."""
     device, config = checked.device, checked.student
     longest, precision = (
         checked.inputs.scanned.longest + stage.rollout.max_new_tokens,
@@ -209,48 +209,46 @@ def _shapes(resolve: Callable[[str], str]) -> Callable[[ModelRef], ModelShape]:
     return shape
 
 
-# Sizes that a recipe leaves open: tokens of a micro-batch and of a teacher's pass, slots of the sampler; and whether it compiles.
+# --- Sizes that a recipe leaves open: micro-batch and teacher-pass tokens, sampler slots, and compilation ---
 #
-# On a CPU they are constants. On a GPU they are the largest that fit its memory, by the plan's own estimate. A run keeps what was
-# chosen in `sizes.json`, so that it goes on with the same after a restart, on another device as well.
+# On a CPU they are constants. On a GPU they are the largest that fit its memory by the plan's own estimate. A run keeps its choice
+# in `sizes.json`, so it uses the same sizes after a restart, also on another device.
 
 
 NAME = "sizes.json"
-FULL = 0.85  # of a device's memory; the rest is for what no estimate knows of
+FULL = 0.85  # usable fraction of a device's memory; the rest covers what the estimate misses
 MOST_SLOTS = 256
 LEAST_SLOTS = 8
-MOST_TOKENS = 32_768  # of a micro-batch: beyond it nothing is faster
+MOST_TOKENS = 32_768  # of a micro-batch: more is not faster
 LEAST_TOKENS = 1024
-PASS = 100  # decode steps that a pass over a micro-batch takes at least, however small: both wait for launches
+PASS = 100  # the least cost of a micro-batch, in decode steps: both are limited by kernel launches
 MOST_SCORED = 16_384
 SCORED_WIDTHS = 24  # bytes of a teacher's pass, per token and width
-COMPILED_STEPS = (
-    100_000  # decode steps that compiling, about a minute, is worth: it takes a millisecond or two off each
-)
+COMPILED_STEPS = 100_000  # decode steps that justify compiling: it takes about a minute and saves 1-2 ms each
 
 
 class Sizes(TypedDict):
     micro_tokens: int
     batch_tokens: int
-    slots: int | None  # None: as the sampler chooses
+    slots: int | None  # None: the sampler chooses
     compile: bool
 
 
 def choose_sizes(
     stage: Stage, estimate: Callable[[Stage], int], device: torch.device, width: Callable[[], int], written: bool
 ) -> Sizes:
-    """`estimate`: bytes that a stage with these sizes takes. `width`: of the teachers' hidden states, about. `written`: whether
-    decode steps go through layers written out, which are faster than what torch compiles.
+    """`estimate`: bytes that a stage with these sizes takes. `width`: approximate width of the teachers' hidden states. `written`: whether
+    decode steps use hand-written layers, which are faster than compiled ones.
     """
     if device.type != "cuda":
         return Sizes(micro_tokens=MICRO_TOKENS, batch_tokens=BATCH_TOKENS, slots=None, compile=False)
-    share = torch.cuda.get_per_process_memory_fraction(device.index)  # 1, unless this process was told to take less
+    share = torch.cuda.get_per_process_memory_fraction(device.index)  # 1, unless this process was limited
     total = int(share * torch.cuda.get_device_properties(device).total_memory)
     return fit_sizes(stage, estimate, total, width(), written)
 
 
 def fit_sizes(stage: Stage, estimate: Callable[[Stage], int], total: int, width: int, written: bool = False) -> Sizes:
-    """Of the slots and micro-batches that fit, those with the fewest rounds of sampling and passes, weighed by what each takes."""
+    """Of the slots and micro-batches that fit, choose those with the fewest weighted sampling rounds and training passes."""
     rollouts, longest = stage.rollout.prompts * stage.rollout.samples, stage.rollout.max_new_tokens
     found = Sizes(micro_tokens=LEAST_TOKENS, batch_tokens=MOST_SCORED, slots=LEAST_SLOTS, compile=False)
 
@@ -260,7 +258,7 @@ def fit_sizes(stage: Stage, estimate: Callable[[Stage], int], total: int, width:
 
     pairs = product(
         _halves(min(-(-rollouts // 8) * 8, MOST_SLOTS), LEAST_SLOTS), _halves(MOST_TOKENS, LEAST_TOKENS)
-    )  # the largest first, which wins where nothing else tells them apart
+    )  # largest first: the largest wins a tie
     for slots, tokens in sorted(pairs, key=steps):
         tried = Sizes(micro_tokens=tokens, batch_tokens=MOST_SCORED, slots=slots, compile=False)
         if estimate(with_sizes(stage, tried)) <= FULL * total:
@@ -280,7 +278,7 @@ def _halves(most: int, least: int) -> list[int]:
 
 
 def decode_steps(stage: Stage) -> int:
-    """Of a whole stage, if every answer is as long as it may be; none where it samples in another process."""
+    """Decode steps of a whole stage with answers of the greatest length; 0 if it samples in another process."""
     if not stage.sampler.sequences():
         return 0
     rounds = -(-stage.rollout.prompts * stage.rollout.samples // stage.sampler.sequences())
@@ -288,7 +286,7 @@ def decode_steps(stage: Stage) -> int:
 
 
 def with_sizes(stage: Stage, sizes: Sizes) -> Stage:
-    """The stage with what it left open filled in."""
+    """The stage with its open sizes filled in."""
     train = stage.train
     if train.micro_tokens is None:
         train = train.model_copy(update={"micro_tokens": sizes["micro_tokens"]})
@@ -298,7 +296,7 @@ def with_sizes(stage: Stage, sizes: Sizes) -> Stage:
 
 
 def kept_sizes(directory: Path, stage: str, choose: Callable[[], Sizes]) -> Sizes:
-    """What the run has kept, or chooses now and keeps."""
+    """The sizes that the run has kept, or else chosen and kept now."""
     known = _read(directory)
     if stage not in known:
         known = {**known, stage: choose()}
@@ -307,7 +305,7 @@ def kept_sizes(directory: Path, stage: str, choose: Callable[[], Sizes]) -> Size
 
 
 def told_of_memory(directory: Path, stage: str, say: Callable[[str], None], tokens: int) -> None:
-    """A budget that had to be halved stays so after a restart."""
+    """Keep a halved budget after a restart."""
     say(f"{stage}: memory ran out; micro-batches have {tokens:,} tokens from now on")
     known = _read(directory)
     write_whole(directory / NAME, json_text({**known, stage: {**known[stage], "micro_tokens": tokens}}, indent=1))
@@ -319,7 +317,7 @@ def _read(directory: Path) -> Mapping[str, Sizes]:
 
 
 def sizes_in_words(stage: Stage) -> str:
-    """Of a stage whose sizes are settled, for the plan."""
+    """The settled sizes of a stage, for the plan."""
     scored = sorted({tokens for kind in stage.teachers.values() if (tokens := kind.scored_at_once()) is not None})
     parts = [f"micro-batches of {stage.train.micro_tokens:,} tokens"]
     parts += [f"teachers read {' or '.join(f'{tokens:,}' for tokens in scored)} at once"] if scored else []

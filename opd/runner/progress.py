@@ -1,4 +1,4 @@
-"""What a run shows while it works: a live panel on a terminal, plain lines elsewhere."""
+"""The display of a run: a live panel on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from opd.common.text import cell, plain
 
 SPARKS = "▁▂▃▄▅▆▇█"
 ROWS = 12  # domains shown at once
-RECENT = 20  # steps, evaluations and saves that the time left is estimated by
+RECENT = 20  # steps, evaluations and saves used to estimate the remaining time
 
 
 class Progress:
-    """Use as a context manager; feed it metrics. `quiet` prints nothing (Python API, tests); `log` gets every line, if there is one.
+    """Use as a context manager and pass metrics to it. `quiet` prints nothing (Python API, tests). `log` receives every line, if given.
 
-    While models are loaded the panel is away: downloads draw bars of their own.
+    The panel is hidden while models are loaded, because downloads draw their own bars.
     """
 
     def __init__(self, console: Console, log: Path | None, quiet: bool = False) -> None:
@@ -60,7 +60,7 @@ class Progress:
         self._print(line)
 
     def show(self, table: Table) -> None:
-        """A table, on the screen and as plain text in the log."""
+        """Show a table on the screen, and write it as plain text to the log."""
         page = Console(file=io.StringIO(), width=200, color_system=None, force_terminal=False)
         with page.capture() as captured:
             page.print(table)
@@ -70,7 +70,7 @@ class Progress:
             self._console.print(table)
 
     def start_stage(self, name: str, steps: int, done: int = 0, every: Mapping[str, int] | None = None) -> None:
-        """`every`: what else happens besides steps, and after how many (0: at the end only)."""
+        """`every`: other work of the stage, and after how many steps it is due (0: only at the end)."""
         self._stage, self._steps, self._metrics = name, steps, {"step": done} if done else {}
         self._history, self._rewards, self._evaluated = [], [], (0, {})
         self._estimate = Estimate(steps, every or {})
@@ -88,7 +88,7 @@ class Progress:
         self._tokens += 1
 
     def evaluated(self, step: int, scores: Mapping[str, float | None]) -> None:
-        """pass@1 on held-out prompts, by domain; None where no answer could be rewarded."""
+        """pass@1 on held-out prompts, by domain; None if no answer could be rewarded."""
         self._evaluated = step, {name: value for name, value in scores.items() if value is not None}
 
     def step(self, metrics: Mapping[str, Any]) -> None:
@@ -158,7 +158,7 @@ class Progress:
         )
 
     def _numbers(self) -> Table:
-        """What the newest step measured over all domains."""
+        """The newest step's numbers over all domains."""
         metrics, table = self._metrics, Table.grid(padding=(0, 2))
         response = f"{metrics['response_length']:.1f} tokens, {metrics['truncated']:.0%} truncated"
         table.add_row("loss", _number(metrics["loss"]), f"responses: {response}")
@@ -169,7 +169,7 @@ class Progress:
         return table
 
     def _domains(self) -> Table:
-        """A row per domain. A divergence falls towards 0 while a score rises, so each column says which it is."""
+        """One row per domain. A divergence falls towards 0 while a score rises, so each column is labelled."""
         (step, scores), divergences = self._evaluated, _by_domain(self._metrics, "kl/")
         table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
         table.add_column("domain")
@@ -188,14 +188,14 @@ class Progress:
 
 
 class Estimate:
-    """How long a stage will take yet: steps, and evaluations and saves, which come more rarely, counted apart.
+    """The remaining time of a stage. Steps are counted separately from evaluations and saves, which are rarer.
 
-    The first step of a process compiles, allocates and warms up, so it says nothing about the others.
+    The first step of a process compiles, allocates and warms up, so it is not counted.
     """
 
     def __init__(self, steps: int, every: Mapping[str, int]) -> None:
         self._steps, self._every = steps, dict(every)
-        self._seconds: list[float] = []  # of each step of this process
+        self._seconds: list[float] = []  # seconds of each step of this process
         self._others: dict[str, list[float]] = {}
         self._done, self._at = 0, time.monotonic()
 
@@ -208,14 +208,14 @@ class Estimate:
         self._done, self._at = metrics["step"], time.monotonic()
 
     def left(self) -> float:
-        """Seconds; not a number until a second step has been seen."""
+        """Seconds; NaN until a second step has finished."""
         if len(self._seconds) < 2:
             return math.nan
         total = statistics.median(self._seconds[1:][-RECENT:]) * (self._steps - self._done)
         for name, seconds in self._others.items():
             every = self._every[name]
             times = (self._steps - 1) // every - self._done // every if every else 0
-            total += statistics.median(seconds[-RECENT:]) * (max(times, 0) + 1)  # and once at the end
+            total += statistics.median(seconds[-RECENT:]) * (max(times, 0) + 1)  # one more at the end
         return max(total - (time.monotonic() - self._at), 0.0)
 
 
@@ -241,7 +241,7 @@ def _speed(metrics: Mapping[str, Any]) -> str:
     parts = [
         f"{phase} {tokens / metrics[f'time/{phase}']:,.0f}"
         for phase in ("sample", "score", "update")
-        if metrics.get(f"time/{phase}", 0) > 1e-3  # else nobody was asked
+        if metrics.get(f"time/{phase}", 0) > 1e-3  # otherwise no teacher was asked
     ]
     return "tokens/s: " + ", ".join(parts)
 

@@ -1,4 +1,4 @@
-"""What a step leaves to be read: a line in metrics.jsonl, samples, the panel, and trackers."""
+"""Reports of each step: a line in metrics.jsonl, samples, the panel, and trackers."""
 
 from __future__ import annotations
 
@@ -33,18 +33,18 @@ from opd.runner.trackers import Experiment, Write, open_trackers
 
 
 class Reports:
-    """`stop`: ends the run at the next safe moment, where a monitor is to."""
+    """`stop`: ends the run at the next safe moment, for monitors that may do so."""
 
     def __init__(self, recipe: Recipe, directory: Path, progress: Progress, stop: Callable[[], None]) -> None:
         self._recipe, self._directory, self._progress, self._stop = recipe, directory, progress, stop
         self._steps = sum(stage.train.steps for stage in recipe.stages)
         self._track: Write | None = None
-        self._watch: StageWatch | None = None  # of the stage at work
+        self._watch: StageWatch | None = None  # the monitors of the current stage
         self._opened = ExitStack()
         self.written: dict[str, Counter[tuple[str, int]]] = {name: Counter() for name in LINES}  # by stage and step
 
     def open(self, spec: Stage, result: StageResult) -> None:
-        """A stage begins. Trackers see a run once its first one has loaded: a start that fails is nobody's experiment."""
+        """Begin a stage. Trackers open after the first stage has loaded, so that a failed start leaves no experiment."""
         self._settle()
         self._watch = StageWatch(self._recipe, spec, self._directory, result, self._progress.say, self._stop)
         if self._track is None:
@@ -56,14 +56,14 @@ class Reports:
         self._opened.close()
 
     def lines(self, stage: str, step: int) -> dict[str, int]:
-        """How many lines of a stage each file has up to a step: by this a run that is resumed notices which are missing."""
+        """Number of a stage's lines per file up to a step. A resumed run uses it to notice missing lines."""
         return {
             name: sum(count for (of, at), count in counts.items() if of == stage and at <= step)
             for name, counts in self.written.items()
         }
 
     def step(self, parts: StageParts, report: StepReport, earlier: int) -> None:
-        """`earlier`: the steps of the stages before. Trackers count on through a run; wandb drops what goes back."""
+        """`earlier`: the steps of earlier stages. Trackers count steps over the whole run, because wandb drops steps that go back."""
         assert self._track is not None
         assert self._watch is not None
         metrics = report.metrics
@@ -80,13 +80,13 @@ class Reports:
             self._write_samples(parts, report, step, (earlier + step) / max(self._steps, 1))
 
     def answers(self, evaluator: Evaluator, step: int) -> None:
-        """What was answered to a few held-out questions; step 0 is before training."""
+        """Write down answers to a few held-out questions. Step 0 is before training."""
         for answer in evaluator.answered:
             self._write_line("answers.jsonl", {"step": step, "stage": evaluator.parts.spec.name, **answer})
         evaluator.answered.clear()
 
     def page(self) -> None:
-        """report.html. A run that has ended well does not fail for it."""
+        """Write report.html. A successful run does not fail because of it."""
         self._settle()
         try:
             write_report([self._directory])
@@ -94,12 +94,12 @@ class Reports:
             self._progress.say(f"WARNING: there is no report: {error}")
 
     def _settle(self) -> None:
-        """A stage has saved for the last time."""
+        """Called when a stage has saved for the last time."""
         if self._watch is not None:
             self._watch.settle()
 
     def _write_samples(self, parts: StageParts, report: StepReport, step: int, progress: float) -> None:
-        """A few of this step's completions, so that one can read what the numbers mean. `progress`: share of the run."""
+        """Write down a few of this step's completions. `progress`: finished fraction of the run."""
         newest = sorted(reversed(report.written.ids), key=lambda name: name not in report.traces)  # traced ones first
         domains = [(name, parts.store.entries[name].domain) for name in newest]
         for rollout_id in few_per_domain(domains, parts.spec.log.samples):
@@ -130,25 +130,25 @@ class Reports:
         self.written[name][stage, step] += 1
 
 
-# tokens.jsonl: sampled completions token by token, in a form that a page can read without torch or a tokenizer.
+# --- tokens.jsonl: completions token by token, readable by a page without torch or a tokenizer ---
 #
 # {"step": 41, "stage": "main", "id": …, "domain": …, "teacher": NAME, "ids": [T], "author": [T],
 # "student": [T], "teacher_logprob": [T], "ratio": [T], "entropy": [T], "teacher_entropy": [T], "reverse_kl": [T],
 # "student_top": [T x [[id, log-prob], …]], "teacher_top": the same, "texts": {id: text},
 # "terms": {NAME: {"weight": [T], "advantage": [T], "gates": {NAME: [T]}}}, "left_out": tokens beyond the longest}
 #
-# Log-probs are in nats, untempered, with all stop ids as one event; `ratio` is the student's less the teacher's. null: not known.
+# Log-probs are in nats, untempered, with all stop ids as one event. `ratio` is the student's minus the teacher's. null: unknown.
 
 
 TOKENS = "tokens.jsonl"
 LONGEST = 4096  # tokens of one completion
 LIMIT = 64 << 20  # bytes of the file
-FIRST = 1 / 16  # of them, that may be used from the start
+FIRST = 1 / 16  # fraction of `LIMIT` that may be used from the start
 DIGITS = 4
 
 
 def room_for(path: Path, progress: float) -> int:
-    """Bytes that may be added so far, so that the end of a long run is written down as well as its beginning."""
+    """Bytes that may be added so far. The limit grows with progress, so that the end of a long run is written down as well as its beginning."""
     return int(LIMIT * max(progress, FIRST)) - (path.stat().st_size if path.is_file() else 0)
 
 
@@ -196,21 +196,21 @@ def _top(trace: Trace, side: str, part: slice) -> list[list[list[float]]]:
 
 
 def _rounded(values: np.ndarray, significant: bool = False) -> list[Any]:
-    """Weights are as small as batches are large: they keep digits, not decimals."""
+    """Round values. Weights shrink with the size of the batch, so they keep significant digits instead of decimals."""
     if significant:
         return [float(f"{value:.{DIGITS}g}") for value in np.asarray(values).tolist()]
     found: list[Any] = np.round(np.asarray(values, dtype=np.float64), DIGITS).tolist()
     return found
 
 
-# What a pipeline did, stage by stage: what each gained and lost, per domain, against the model that it started from.
+# --- What a pipeline did: per stage and domain, the gains and losses against the model that the stage started from ---
 
 
-NOISE = 2.0  # standard errors of a difference that count as none
+NOISE = 2.0  # differences below this many standard errors count as none
 
 
 def write_summary(recipe: Recipe, directory: Path, results: Sequence[StageResult], status: str) -> None:
-    """summary.json: every stage's result, what was changed on the way, alarms of monitors, and of a pipeline the story."""
+    """summary.json: every stage's result, changes during the run, alarms of monitors, and the story of a pipeline."""
     summary: dict[str, Any] = {
         "recipe": recipe.name,
         "status": status,
@@ -231,12 +231,12 @@ def write_summary(recipe: Recipe, directory: Path, results: Sequence[StageResult
 
 
 def alarms_of(directory: Path) -> list[dict[str, Any]]:
-    """What monitors have said so far."""
+    """The alarms of monitors so far."""
     return read_lines(directory / MONITORS, checked=lines_checked(directory)).whole
 
 
 def told(recipe: Recipe, directory: Path, results: Sequence[StageResult]) -> Iterator[str | Table]:
-    """What is shown at the end: a table per stage, what was changed, of a pipeline the story, and alarms once more."""
+    """What is shown at the end: a table per stage, changes during the run, the story of a pipeline, and all alarms."""
     for result in results:
         if result.before:
             yield ""
@@ -258,7 +258,7 @@ def told(recipe: Recipe, directory: Path, results: Sequence[StageResult]) -> Ite
 
 
 def story_of(recipe: Recipe, results: Sequence[StageResult]) -> list[dict[str, Any]]:
-    """Of a pipeline: one chapter per stage that was measured before and after, or passed over; one that has not ended has none yet."""
+    """The story of a pipeline: one chapter per stage that was measured before and after or passed over. Unfinished stages have none."""
     if len(recipe.stages) < 2:
         return []
     starts = {stage.name: stage.starts for stage in recipe.stages}
@@ -281,7 +281,7 @@ def story_of(recipe: Recipe, results: Sequence[StageResult]) -> list[dict[str, A
 
 
 def _handed_on(start: str) -> str:
-    """What comes out of a stage that was passed over: the model of a stage before, or one that lies somewhere."""
+    """The output of a stage that was passed over: an earlier stage's model or a path."""
     return f"{FOLDER}/{start.removeprefix(MERGED)}" if start.startswith(MERGED) else start
 
 
@@ -290,7 +290,7 @@ def _noise(before: Measures, after: Measures) -> float:
 
 
 def _sorted_out(changes: Mapping[str, tuple[float, float, float]]) -> dict[str, dict[str, Any]]:
-    """Largest gain first. `what`: gained, lost, or kept where the difference is within its noise."""
+    """Largest gain first. `what`: gained, lost, or kept if the difference is within its noise."""
     ordered = sorted(changes.items(), key=lambda item: item[1][0] - item[1][1])
     return {
         domain: {
@@ -303,13 +303,13 @@ def _sorted_out(changes: Mapping[str, tuple[float, float, float]]) -> dict[str, 
 
 
 def story_lines(story: Sequence[Mapping[str, Any]]) -> list[str]:
-    """In words, for people; fits any width."""
+    """The story in words, for any terminal width."""
     lines = ["the story: pass@1 before and after each stage"]
     for chapter in story:
         lines.append(f"{plain(chapter['stage'])}, from {plain(', '.join(chapter['from']))}")
         chosen = plain(Selected(**chapter["selected"]).in_words()) if "selected" in chapter else ""
         if "passed_over" in chapter:
-            why = f": {chosen}" if chosen else ""  # runs from before it was noted do not know
+            why = f": {chosen}" if chosen else ""  # older runs did not note the reason
             lines.append(f"  passed over{why}; what comes out of it is {plain(chapter['passed_over'])}")
         elif chosen:
             lines.append(f"  {chosen}")

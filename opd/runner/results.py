@@ -1,4 +1,4 @@
-"""What a stage achieved: `summary.json` and the table printed at the end."""
+"""The results of a stage: `summary.json` and the table printed at the end."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PLAIN = ("name", "teacher_of", "tokens", "steps", "seconds", "saved", "best_valu
 
 
 class Selected(NamedTuple):
-    """What `select` made of a stage's domains."""
+    """The outcome of `select` for a stage's domains."""
 
     by: str  # the stage whose evaluations decided
     chosen: list[str]
@@ -53,15 +53,15 @@ class StageResult:
     best: Path | None = None
     best_value: float | None = None
     best_step: int | None = None
-    plateau: int | None = None  # the step after which evaluation had stopped improving
+    plateau: int | None = None  # the step after which evaluation stopped improving
     history: list[dict[str, Any]] = field(default_factory=list)
-    skipped: int = 0  # prompts that could not be used
-    start: list[dict[str, Any]] = field(default_factory=list)  # every teacher beside the student, before the first step
-    selected: Selected | None = None  # None: the recipe does not ask for it, or the run is from before it was noted
-    passed_over: str | None = None  # nothing was chosen to train on: the model that it hands on, as the recipe names it
+    skipped: int = 0  # unusable prompts
+    start: list[dict[str, Any]] = field(default_factory=list)  # teachers compared with the student before step 1
+    selected: Selected | None = None  # None: not in the recipe, or an older run
+    passed_over: str | None = None  # if no domain was selected: the model it hands on, as the recipe names it
 
     def note_evaluation(self, step: int, measures: Mapping[str, Measures], value: float | None) -> bool:
-        """Remember an evaluation; True when it is the best so far."""
+        """Record an evaluation. True if it is the best so far."""
         self.history.append({"step": step} | {domain: found.value for domain, found in measures.items()})
         better = value is not None and (self.best_value is None or value > self.best_value)
         if better:
@@ -69,7 +69,7 @@ class StageResult:
         return better
 
     def evaluations(self, metric: str) -> EvaluationHistory:
-        """What stop rules look at."""
+        """The history that stop rules use."""
         values = [
             _mean(metric, {key: value for key, value in line.items() if key in self.before}) for line in self.history
         ]
@@ -83,7 +83,7 @@ class StageResult:
 
     @property
     def gaps(self) -> dict[str, float]:
-        """How far each domain is behind its own teacher, by the newest evaluation; where both are known."""
+        """How far each domain is below its own teacher in the newest evaluation, if both are known."""
         newest = self.history[-1] if self.history else {name: found.value for name, found in self.before.items()}
         levels = {domain: self.teacher_measures(domain) for domain in self.before}
         found = {domain: (level.value, newest.get(domain)) for domain, level in levels.items() if level is not None}
@@ -103,9 +103,7 @@ class StageResult:
         }  # fmt: skip
 
     def state(self) -> dict[str, Any]:
-        """Everything as it is now, for a checkpoint that is written while the run goes on; `restored` gives it back. Paths are named within
-        the stage's folder.
-        """
+        """The complete current state, for a checkpoint saved during the run. `restored` reads it. Paths are relative to the stage's folder."""
         tables = {name: {key: found.to_json() for key, found in getattr(self, name).items()} for name in MEASURED}
         teachers = {
             name: {key: found.to_json() for key, found in measures.items()} for name, measures in self.teachers.items()
@@ -118,7 +116,7 @@ class StageResult:
 
     @classmethod
     def restored(cls, state: Mapping[str, Any], folder: Path) -> StageResult:
-        result = cls(**{name: state[name] for name in PLAIN if name in state})  # earlier runs know less
+        result = cls(**{name: state[name] for name in PLAIN if name in state})  # earlier runs have fewer fields
         for name in MEASURED:
             setattr(result, name, {key: Measures.of_json(found) for key, found in state[name].items()})
         result.teachers = {
@@ -148,7 +146,7 @@ class StageResult:
 
 
 def watched_domains(metric: str, domains: Sequence[str]) -> list[str]:
-    """The domains behind `eval.metric`: `pass@1` watches the mean over all, `pass@1/DOMAIN` one of them."""
+    """The domains that `eval.metric` covers: `pass@1` is the mean over all, `pass@1/DOMAIN` one of them."""
     name, _, domain = metric.partition("/")
     if name != "pass@1" or (domain and domain not in domains):
         raise RecipeError(
@@ -158,20 +156,20 @@ def watched_domains(metric: str, domains: Sequence[str]) -> list[str]:
 
 
 def watched(measures: Mapping[str, Measures], metric: str) -> float | None:
-    """None: nothing of it could be rewarded."""
+    """The value of the metric; None if nothing could be rewarded."""
     watched_domains(metric, list(measures))
     return _mean(metric, {domain: found.value for domain, found in measures.items()})
 
 
 def _mean(metric: str, values: Mapping[str, float | None]) -> float | None:
-    """Over the domains behind the metric, as far as they are known."""
+    """The mean over the metric's domains with known values."""
     domain = metric.partition("/")[2]
     known = [value for name, value in values.items() if value is not None and domain in ("", name)]
     return sum(known) / len(known) if known else None
 
 
 def normalised(before: Measures, after: Measures | None, teacher: Measures | None) -> float | None:
-    """0 = where the student started, 1 = the domain's own teacher. None where the teacher is no better than the start."""
+    """0 = where the student started, 1 = the domain's own teacher. None if the teacher is no better than the start."""
     start, end, goal = (found.value if found is not None else None for found in (before, after, teacher))
     if start is None or end is None or goal is None or goal <= start:
         return None
@@ -212,28 +210,28 @@ def results_table(result: StageResult) -> Table:
 
 
 def _cell(found: Measures | None, own: bool) -> Text:
-    """The domain's own teacher has a star, which a log and a pipe keep."""
+    """A table cell. The domain's own teacher gets a star, which plain-text output keeps."""
     if found is None or found.value is None:
         return Text("– ")
     return Text(f"{found.value:.1%}*", style="underline") if own else Text(f"{found.value:.1%} ")
 
 
-# When a stage ends before its last step, and what is said of it.
+# --- When a stage ends before its last step ---
 
 
 def good_enough(spec: Stage, result: StageResult) -> bool:
-    """By its evaluations."""
+    """Whether its evaluations meet the stop rules."""
     stop = spec.eval.early_stop
     return stop is not None and stop.should_stop(result.evaluations(spec.eval.metric))
 
 
 def spent(spec: Stage, result: StageResult) -> bool:
-    """It has had its tokens."""
+    """Whether its token budget is used up."""
     return spec.train.tokens is not None and result.tokens >= spec.train.tokens
 
 
 def early_stop(spec: Stage, result: StageResult, enough: bool) -> str:
-    """`enough`: its evaluations said so; otherwise its tokens are spent."""
+    """The message for an early stop. `enough`: evaluations ended it; otherwise the token budget."""
     why = (
         f"the best {spec.eval.metric} was at step {result.best_step}"
         if enough

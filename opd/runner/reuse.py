@@ -1,8 +1,8 @@
-"""Finished stages of another run that are used again: those whose settings and inputs, by content, are the same here.
+"""Reuse finished stages of another run if their settings and the content of their inputs are the same.
 
-A stage's key is a hash of opd's version and source, of what it carries out, of the content of all that it reads, and of the keys of the stages that it builds on. So a
-change is felt by the stage it is made in and by those behind it, and by no other. A stage whose settings were changed on the way has a key
-of its own, unless it came to the same: it was given more steps, and its learning rate does not depend on their number.
+A stage's key is a hash of opd's version and source, the stage's settings, the content of its inputs, and the keys of the stages it depends
+on. So a change affects its own stage and those that depend on it. A stage changed during its run gets a different key, unless the
+result is the same: it got more steps, and its learning rate does not depend on their number.
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ from opd.runner.inputs import Inputs
 from opd.runner.merges import merged_directory
 
 SHOWN = 4  # differences that are named
-REUSED = "reused.json"  # beside the result: where a stage was taken from
-WITHOUT_EFFECT = {"log", "monitors", "hub", "checkpoint", "store"}  # settings that change nothing about the model
+REUSED = "reused.json"  # next to the result: which run a stage was taken from
+WITHOUT_EFFECT = {"log", "monitors", "hub", "checkpoint", "store"}  # settings that do not affect the model
 
 
 def stage_keys(
     recipe: Recipe, inputs: Mapping[str, Inputs], version: str, changes: Sequence[Mapping[str, Any]] = ()
 ) -> dict[str, str]:
-    """Name -> key of every stage, as this version of opd carries it out. `changes`: those made in the run."""
+    """Name -> key of every stage, as this version of opd carries it out. `changes`: those made during the run."""
     keys: dict[str, str] = {}
-    for stage in recipe.stages:  # each behind those that it needs
-        facts = sorted(inputs[stage.name].items())  # with their names: two files may have changed places
+    for stage in recipe.stages:  # in the order of dependencies
+        facts = sorted(inputs[stage.name].items())  # with names, since two files may have been swapped
         needs = sorted((edge.key, keys[edge.stage]) for edge in edges(stage))
         settings = _settings(stage)
         history = changed_course(stage, parts_of(changes, stage.name))
@@ -58,7 +58,7 @@ def stage_keys(
 
 
 def changed_course(stage: Stage, parts: Sequence[Mapping[str, Any]]) -> list[Any]:
-    """Changes by which the stage came to something else than a run that begins with its settings."""
+    """Changes that make the stage's result differ from that of a run which begins with its settings."""
     found = []
     for part in parts:
         keys = {key for key in part["keys"] if key.partition(".")[0] not in WITHOUT_EFFECT}
@@ -73,7 +73,7 @@ def _settings(stage: Stage) -> dict[str, Any]:
 
 
 def changed_settings(here: Mapping[str, Any], there: Mapping[str, Any], path: str = "") -> list[str]:
-    """Keys whose values differ, the innermost of them."""
+    """The innermost keys with different values."""
     found = []
     for key in (key for key in {**here, **there} if here.get(key) != there.get(key)):
         one, other, name = here.get(key), there.get(key), f"{path}{key}"
@@ -107,7 +107,7 @@ class EarlierStages:
         return checkpoint_directory(self.directory, stage, 0).parent
 
     def difference(self, stage: Stage, inputs: Inputs) -> str:
-        """What makes a finished stage of the same name another one than this; empty: there is none."""
+        """How this stage differs from a finished stage of the same name; empty if there is none."""
         there = self._finished.get(stage.name)
         if there is None:
             return ""
@@ -125,7 +125,7 @@ def reuse_stages(
     recipe: Recipe, inputs: Mapping[str, Inputs], directory: Path, earlier: Sequence[Path], without: Sequence[str],
     say: Callable[[str], None],
 ) -> list[str]:  # fmt: skip
-    """Put finished stages of other runs into this one's directory; `without`: those that are to run in any case."""
+    """Put finished stages of other runs into this run's directory. `without`: stages that run in any case."""
     if earlier and recipe.plugins:
         raise UserError("--reuse: the recipe has plugins, whose code no key covers. Drop --reuse.")
     if earlier and any(True for stage in recipe.stages for _ in callables(stage.rewards)):
@@ -155,7 +155,7 @@ def reuse_stages(
 
 
 def _take(run: EarlierStages, name: str, there: str, directory: Path) -> None:
-    """The stage's last checkpoint and its best, its result, and its lines. Under its name it is whole."""
+    """Copy the stage's last and best checkpoints, its result and its lines. The folder gets its final name when it is complete."""
     folder, target = run.folder(there), checkpoint_directory(directory, name, 0).parent
     ended, partial = read_sealed(folder / RESULT), target.with_name(f".{target.name}.partial")
     partial.mkdir(parents=True)
@@ -164,7 +164,7 @@ def _take(run: EarlierStages, name: str, there: str, directory: Path) -> None:
             verify_checkpoint(folder / checkpoint)
             shutil.copytree(folder / checkpoint, partial / checkpoint, copy_function=_linked)
     merged, where = merged_directory(run.directory, there), merged_directory(directory, name)
-    needed = (ended.get("passed_over") or "").startswith(MERGED)  # its output is the merge itself
+    needed = (ended.get("passed_over") or "").startswith(MERGED)  # its output is the merged model itself
     if needed or merged.is_dir():
         shutil.copytree(merged, unfinished := where.with_name(f".{name}.partial"), copy_function=_linked)
         unfinished.rename(where)
@@ -180,12 +180,12 @@ def _take(run: EarlierStages, name: str, there: str, directory: Path) -> None:
 
 
 def _without_recipe(line: Mapping[str, Any]) -> dict[str, None]:
-    """Of an alarm: the recipe against it stays in the run that it goes on with."""
+    """An alarm without its remedy recipe, which stays in the run whose checkpoint it continues."""
     return {key: None for key in ("recipe", "changes", "command") if key in line and "monitor" in line}
 
 
 def _linked(source: str, target: str) -> None:
-    """The same file, where it lies on the same disk: checkpoints are never written to."""
+    """Hard-link the file if it is on the same disk. Checkpoints are never modified."""
     try:
         os.link(source, target)
     except OSError:

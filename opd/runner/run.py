@@ -1,4 +1,4 @@
-"""Runs: start one, or go on with one that was interrupted.
+"""Start runs, and resume interrupted ones.
 
 run = opd.run("quickstart", overrides=["train.steps=20"])
 run = opd.resume("runs/quickstart")
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
 
 RUNS = Path("runs")
-LAUNCHED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # what torchrun and its like set
+LAUNCHED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # set by torchrun and other launchers
 Mode = Literal["prefill", "exact"]
 
 
@@ -70,19 +70,19 @@ def run(
 ) -> Run:
     """Carry out a recipe (file, shipped name, mapping or `Recipe`) and return the run.
 
-    A run directory that is taken is left alone: the run goes into `NAME-2`, `NAME-3`, … With `resume` it goes into `out` and
-    nowhere else, and one that has begun there goes on: what a job script calls again and again.
-    Of a pipeline, `only` is the one stage to carry out, `start` and `until` the first and the last; what those need has to be
-    finished. `reuse` names runs whose finished stages are used again where settings and inputs are the same.
-    `prompts` are rows in memory, in place of the recipe's: a list of mappings or texts, a `datasets.Dataset`, or `{domain: rows}`.
-    The run keeps them. `rewards` is a function of one sample that gives a number, or None for no reward; or `{domain: function}`.
-    It runs in forks of this process, and `opd.resume` has to be given it again.
+    If the run directory is in use, the run goes into `NAME-2`, `NAME-3`, … With `resume`, it always goes into `out` and continues a run
+    that has begun there, so a job script can repeat the same call.
+    Of a pipeline, `only` names the one stage to carry out, and `start` and `until` the first and the last. The stages that those need
+    must be finished. `reuse` names runs whose finished stages are used again if settings and inputs are the same.
+    `prompts` are rows in memory that replace the recipe's: a list of mappings or texts, a `datasets.Dataset`, or `{domain: rows}`.
+    The run keeps a copy. `rewards` is a function that takes one sample and returns a number, or None for no reward; or
+    `{domain: function}`. It runs in forks of this process, and `opd.resume` needs it again.
 
-    Callbacks take the live run and one thing more: `on_step` the metrics of a step that has ended, `on_rollouts` its rollouts,
-    rewarded and about to be trained on, `on_checkpoint` the directory of one that is durable. `run.stop()` in any of them ends
-    the run as Ctrl-C would, and it is returned. What a callback raises is raised here; the run can be resumed.
+    Callbacks take the live run and one more argument: `on_step` the metrics of a finished step, `on_rollouts` its rewarded rollouts
+    before they are trained on, `on_checkpoint` the directory of a durable checkpoint. In a callback, `run.stop()` ends the run as
+    Ctrl-C would, and `opd.run` returns it. Exceptions of callbacks are raised here, and the run can be resumed.
     Ctrl-C raises `opd.common.errors.Stopped` after a checkpoint has been saved; SIGTERM raises `opd.common.errors.Preempted`.
-    `join`: how this process finds the others of the run; by default those that torchrun or its like has started.
+    `join`: how this process joins the others of the run; by default, those that torchrun or another launcher started.
     """
     from rich.console import Console
 
@@ -113,7 +113,7 @@ def run(
 
 @contextmanager
 def _directory(wanted: Path, resume: bool, console: Console | None) -> Iterator[tuple[RunLock, bool]]:
-    """A run directory, locked, and whether it was made; where it is, is said at the end, and at the start if it is another one."""
+    """Lock a run directory; gives the lock and whether it is new. Prints the path at the end, and at the start if the name differs."""
     lock, made = _claim_or_return(wanted) if resume else claim(wanted)
 
     def say(line: str) -> None:
@@ -144,14 +144,14 @@ def _start(
     selection: ChosenStages,
     earlier: list[Path],
 ) -> None:
-    """Write down what is carried out, and do so. A start that fails before the first step leaves nothing behind."""
+    """Record what will be carried out, and do it. A start that fails before the first step leaves nothing behind."""
     began, found = False, set(os.listdir(lock.directory)) - {NAME}
     try:
         from opd.runner.inputs import inputs_of
         from opd.runner.merges import require_merges
         from opd.runner.select import require_selections
 
-        if not (earlier or selection.anew):  # else the first stage may be one of others
+        if not (earlier or selection.anew):  # otherwise the first stage may use other runs' stages
             prefork.start_interpreters(*recipe.stages[0].sampler_processes)
         placed = recipe
         if given is not None:
@@ -207,14 +207,14 @@ def resume(
     quiet: bool = True,
     console: Console | None = None,
 ) -> Run:
-    """Go on with a run that was killed, stopped, preempted or ran out of disk, and return it. A finished one is returned as it is; one
-    of which `only` or `start` names stages that are all finished is refused.
+    """Resume a run that was killed, stopped, preempted or ran out of disk, and return it. A finished run is returned unchanged. If all the
+    stages that `only` or `start` name are finished, the call is rejected.
 
-    `overrides` change the run from the step on that it has come to, for good: `["train.steps=400"]` has a finished one continue. What
-    the steps so far depend on cannot change: student, teachers, prompts, objective, rollouts, seed. The learning-rate schedule is
+    `overrides` change the run from its current step on, permanently: `["train.steps=400"]` continues a finished run. Settings that the
+    steps so far depend on cannot change: student, teachers, prompts, objective, rollouts, seed. The learning-rate schedule is
     computed for the new number of steps.
-    `mode` overrides the recipe's `checkpoint.resume` for rollouts that were unfinished. Callbacks are those of `run`; the run
-    does not remember which it had. `rewards` are the Python callables that it was begun with, if it was.
+    `mode` overrides the recipe's `checkpoint.resume` for unfinished rollouts. Callbacks are those of `run`; the run does not
+    remember them. `rewards`: the Python callables that the run began with, if any.
     """
     from rich.console import Console
 
@@ -236,7 +236,7 @@ def resume(
 
 
 def _change(directory: Path, overrides: Iterable[str], console: Console | None) -> None:
-    """From now on the run carries out something else, which its directory says."""
+    """Change what the run carries out from now on, and record it in the directory."""
     from opd.runner.extend import change_run, place_overrides
 
     def say(line: str) -> None:
@@ -250,14 +250,14 @@ def _change(directory: Path, overrides: Iterable[str], console: Console | None) 
 
 
 def _require_unfinished(directory: Path, selection: ChosenStages) -> None:
-    """Refuse stages asked for by name of which none is left to do: a run does nothing twice."""
+    """Reject stages selected by name if all of them are finished: a run does nothing twice."""
     from opd.recipe.paths import RESULT
     from opd.recipe.run_changes import recipe_file
 
     recipe = verified_recipe(directory)
     names = selection.names(recipe)
     if all((directory / "checkpoints" / name / RESULT).is_file() for name in names):
-        others = "" if recipe.plugins else f" --reuse {directory} --from {names[0]}"  # whose code no key covers
+        others = "" if recipe.plugins else f" --reuse {directory} --from {names[0]}"  # no key covers plugin code
         raise RunDirectoryError(
             f"--{'from' if selection.only is None else 'only'} {names[0]!r}: finished in {directory}: {', '.join(names)}. To run "
             f"{'it' if len(names) == 1 else 'them'} again, start a new run: opd run {recipe_file(directory)}{others}"
@@ -295,12 +295,12 @@ def _again(directory: Path, mode: Mode | None, rewards: GivenRewards | None) -> 
 
 
 def launched() -> bool:
-    """Whether this process is a rank that torchrun or its like has started."""
+    """Whether torchrun or another launcher started this process as a rank."""
     return all(name in os.environ for name in LAUNCHED)
 
 
 def joined() -> AbstractContextManager[Ranks]:
-    """This process by itself, or the ranks that a launcher has started, of which this is one."""
+    """Either this process alone, or the launcher's ranks, of which this is one."""
     if launched():
         from opd.loop.distributed import joined_ranks
 
@@ -313,13 +313,13 @@ def joined() -> AbstractContextManager[Ranks]:
 def _call_others(
     ranks: Ranks, directory: Path, resume: bool, mode: Mode | None = None, selection: ChosenStages | None = None
 ) -> None:
-    """Ranks that `_follow` begin once everything that they read is written."""
+    """Let the ranks in `_follow` begin, once everything they read is written."""
     chosen = (None, None, None) if selection is None else (selection.only, selection.start, selection.until)
     ranks.share(lambda: (str(directory), resume, mode, chosen))
 
 
 def _follow(ranks: Ranks, rewards: GivenRewards | None) -> Run:
-    """What every rank but the leader does: the same stages, from what the leader has written down."""
+    """Run the same stages as the leader, from the files it has written. For all ranks but the leader."""
     from rich.console import Console
 
     from opd.recipe.graph import ChosenStages
@@ -335,7 +335,7 @@ def _follow(ranks: Ranks, rewards: GivenRewards | None) -> Run:
 
 
 def _carry_out(pipeline: Pipeline, resume: bool = False) -> None:
-    """A stop that a callback asked for is no error; what one raised comes out as it was, with its own traceback."""
+    """Treat a stop requested by a callback as no error. An exception of a callback is raised unchanged, with its own traceback."""
     try:
         pipeline.run(resume=resume)
         return
@@ -345,12 +345,12 @@ def _carry_out(pipeline: Pipeline, resume: bool = False) -> None:
         if isinstance(stop, Preempted) or not pipeline.ranks.share(lambda: pipeline.live.stopping):
             raise
         return
-    raise raised  # out here, so that nothing becomes its context
+    raise raised  # raised here, so that no other exception becomes its context
 
 
 def verified_recipe(directory: Path, overrides: Iterable[str] = (), *, begun: bool = False) -> Recipe:
-    """What the run carries out, or what it has `begun` with, after checking that `resolved.yaml` and files like it are what the run
-    wrote.
+    """The recipe that the run carries out, or the one it has `begun` with, after verifying that `resolved.yaml` and similar files are
+    unaltered.
     """
     from opd.recipe import load_begun
     from opd.recipe.run_changes import RESOLVED, recipe_file
@@ -383,7 +383,7 @@ def verified_recipe(directory: Path, overrides: Iterable[str] = (), *, begun: bo
 
 
 def _recovered(path: Path, directory: Path, sealed: Mapping[Path, str], expected: Mapping[str, Any]) -> bool:
-    """Whether a recipe that was cut off could be written again as it was, which is said."""
+    """Rewrite a truncated recipe, if possible. Prints a message when it worked."""
     from opd.recipe.run_changes import RESOLVED
     from opd.runner.extend import recover_changed
 
@@ -423,9 +423,9 @@ def _require_same(directory: Path, recipe: Recipe, given: GivenPrompts | None) -
 
 
 def _claim_or_return(wanted: Path) -> tuple[RunLock, bool]:
-    """The wanted directory and no other, locked: new, empty, begun by a process that died at once, or a run.
+    """Lock exactly this directory: a new one, an empty one, one whose process died at the start, or a run.
 
-    A process that begins one locks it first: files of the same names without a lock are somebody's own.
+    opd locks a directory before it writes there, so files of the same names without a lock belong to the user.
     """
     lock = RunLock(wanted)
     for attempt in range(ATTEMPTS):
@@ -433,7 +433,7 @@ def _claim_or_return(wanted: Path) -> tuple[RunLock, bool]:
         try:
             lock.take_patiently()
             break
-        except Gone:  # made by another one, who took it away again; or a link to nowhere
+        except Gone:  # another process made it and removed it again; or it is a dangling link
             if attempt == ATTEMPTS - 1:
                 raise
     foreign = sorted(name for name in os.listdir(wanted) if not (is_early(name) if begun else name == NAME))

@@ -1,4 +1,4 @@
-"""What a run writes down when it begins, and how that is taken back where the beginning came to nothing."""
+"""Files that a run writes when it begins, and how they are removed if the start fails."""
 
 from __future__ import annotations
 
@@ -26,19 +26,18 @@ if TYPE_CHECKING:
     from opd.rewards.custom import GivenRewards
 
 
-# What `opd.run` was given in memory.
+# --- Prompts and rewards given to `opd.run` in memory ---
 #
-# Prompts become files in the run's own directory, which the run reads as it reads any other. `resolved.yaml` names them relative to
-# itself, so that a run goes on wherever its directory lies. Rewards are Python callables, which no file can hold: it names them, and
-# they are given again.
+# Prompts become files in the run's own directory and are read like any others. `resolved.yaml` names them relative to itself, so the
+# directory may move. Rewards are Python callables, which no file can hold: it names them, and resuming needs them again.
 
 
-INPUTS = "inputs"  # of a run directory
+INPUTS = "inputs"  # folder in a run directory
 
 
 @dataclass(frozen=True)
 class GivenPrompts:
-    """Text by file name, and the recipe's `prompts` that read them."""
+    """Text by file name, and the recipe's `prompts` that read these files."""
 
     files: Mapping[str, str]
     sources: list[dict[str, Any]]
@@ -60,7 +59,7 @@ class GivenPrompts:
         return cls(files, sources)
 
     def inside(self, recipe: Recipe, directory: Path) -> Recipe:
-        """The recipe as it reads the files in its run directory."""
+        """The recipe, reading the files in its run directory."""
         places = {f"{INPUTS}/{name}": os.path.abspath(directory / INPUTS / name) for name in self.files}
 
         def placed(source: Any) -> Any:
@@ -93,7 +92,7 @@ class GivenPrompts:
             (directory / INPUTS).rmdir()
 
     def require_same(self, directory: Path) -> None:
-        """A run goes on with the rows it began with."""
+        """Check that a resumed run gets the rows it began with."""
         for name, text in self.files.items():
             path = directory / INPUTS / name
             if not path.is_file() or path.read_text(encoding="utf-8") != text:
@@ -104,7 +103,7 @@ class GivenPrompts:
 
 
 def with_rewards(recipe: Recipe, given: GivenRewards | None) -> Recipe:
-    """The recipe with these rewards in every stage. Refuses callables that are named and not given."""
+    """The recipe with these rewards in every stage. Rejects a recipe with named callables that are not given."""
     from opd.rewards.custom import callables, with_callables
 
     if given is not None:
@@ -117,7 +116,7 @@ def with_rewards(recipe: Recipe, given: GivenRewards | None) -> Recipe:
 
 
 def with_rewards_again(recipe: Recipe, given: GivenRewards | None, directory: Path) -> Recipe:
-    """The recipe of a run that goes on, with the callables that it was begun with."""
+    """The recipe of a resumed run, with the callables that it began with."""
     from opd.rewards.custom import callables
 
     begun = list(dict.fromkeys(reward.label for stage in recipe.stages for reward in callables(stage.rewards)))
@@ -154,14 +153,14 @@ WRITTEN = ("rollouts", "checkpoints", "merged", "teachers", "tensorboard", "wand
 
 
 def is_early(name: str) -> bool:
-    """Whether a process that was killed before it wrote `run.json` may have left a file of this name."""
+    """Whether a process killed before it wrote `run.json` may have left a file of this name."""
     return name in EARLY or partial_of(name) in {*EARLY, SEALS}
 
 
 def withdraw(directory: Path, made: bool, found: set[str]) -> None:
-    """Take away what a start has written that came to nothing; the lock goes last.
+    """Remove the files of a failed start; the lock goes last.
 
-    What it `found` there stays, and with it the lock, which says that it is left over from a start.
+    Files that it `found` there stay. Then the lock stays too, as a sign of the failed start.
     """
     left = [name for name in os.listdir(directory) if partial_of(name) in WRITTEN] if directory.is_dir() else []
     for name in (*left, *WRITTEN):
@@ -173,14 +172,14 @@ def withdraw(directory: Path, made: bool, found: set[str]) -> None:
         else:
             path.unlink(missing_ok=True)
     if made:
-        with suppress(OSError):  # something of another's is in it
+        with suppress(OSError):  # it holds someone else's files
             directory.rmdir()
 
 
 def _copy_plugins(directory: Path, plugins: list[str]) -> dict[str, bytes | None]:
-    """The files of plugins go into the run, which goes on with them: name in `resolved.yaml`, next to it -> the bytes.
+    """Copy the files of plugins into the run, which uses the copies from now on. Returns names relative to `resolved.yaml` -> bytes.
 
-    The bytes are those that were run when the recipe was read. None: a module of a package.
+    The bytes are those that ran when the recipe was read. None: a module of a package.
     """
     copies: dict[str, bytes | None] = {}
     for plugin in plugins:
@@ -196,12 +195,12 @@ def _copy_plugins(directory: Path, plugins: list[str]) -> dict[str, bytes | None
 
 
 def recover_resolved(directory: Path, files: Mapping[str, str]) -> bool:
-    """Write a `resolved.yaml` that was cut off again from `recipe.yaml`, if that gives exactly the bytes that were sealed.
+    """Rewrite a truncated `resolved.yaml` from `recipe.yaml`, if that gives exactly the sealed bytes.
 
-    A file that was edited is left as it is. The text cannot be made again if the recipe has paths relative to another folder
-    than the current one, or prompts that were given in memory.
+    An edited file is left as it is. The text cannot be reproduced if the recipe has paths relative to a folder other than the current
+    one, or prompts that were given in memory.
     """
-    import yaml  # `import opd` stays instant
+    import yaml  # keeps `import opd` fast
 
     from opd.recipe import load_recipe
 
@@ -223,7 +222,7 @@ def recover_resolved(directory: Path, files: Mapping[str, str]) -> bool:
     for name in names:
         try:
             found = load_recipe({"name": name, **given}, [line.removeprefix("#   ") for line in comment.splitlines()])
-        except OpdError:  # this text is not the one that the run began with
+        except OpdError:  # the run did not begin with this text
             continue
         packages = [one for one in found.plugins if not one.endswith(".py")]
         resolved = found.model_copy(update={"plugins": [*copies, *packages]}).to_yaml().encode()
@@ -234,7 +233,7 @@ def recover_resolved(directory: Path, files: Mapping[str, str]) -> bool:
 
 
 def write_recipe(directory: Path, given: str, resolved: Recipe, inputs: Mapping[str, Any]) -> None:
-    """`recipe.yaml` is what the user wrote, `resolved.yaml` what is carried out. With `run.json` the run has begun."""
+    """`recipe.yaml` is what the user wrote, `resolved.yaml` what is carried out. The run has begun once `run.json` exists."""
     from opd.recipe.graph import mermaid
 
     write_whole(directory / "recipe.yaml", given)

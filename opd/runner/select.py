@@ -1,4 +1,4 @@
-"""`select`: a stage trains on those domains alone that an earlier stage's evaluations choose, and is measured on all of them."""
+"""`select`: a stage trains only on domains that an earlier stage's evaluations choose, and is evaluated on all of them."""
 
 from __future__ import annotations
 
@@ -9,26 +9,26 @@ from opd.runner.results import Selected, StageResult
 
 
 def require_selections(recipe: Recipe) -> None:
-    """Refuse a stage that selects by evaluations which there will not be, where the recipe alone shows it."""
+    """Reject a stage that selects by evaluations that will not exist, if the recipe alone shows it."""
     named = {stage.name: stage for stage in recipe.stages}
     for stage in recipe.stages:
         if stage.select is not None:
             earlier = named[stage.select.stage]
             sources = (*earlier.prompts, *earlier.eval.further)
             evaluated = [source.only_domain for source in sources if source.only_domain is not None]
-            if len(evaluated) == len(sources):  # else rows say what they are of
+            if len(evaluated) == len(sources):  # otherwise the rows name their domains
                 stage.select.require(stage.name, stage.named_domains, evaluated)
 
 
 def require_evaluated(recipe: Recipe, chosen: Collection[str], stage: str, evaluated: Collection[str]) -> None:
-    """The same of those to be carried out that select by a stage which is about to train."""
+    """The same check for stages to be carried out that select by a stage which is about to train."""
     for later in recipe.stages:
         if later.name in chosen and later.select is not None and later.select.stage == stage:
             later.select.require(later.name, later.named_domains, evaluated)
 
 
 def selected(stage: Stage, results: Sequence[StageResult]) -> Selected | None:
-    """What an earlier stage's evaluations choose of its domains; None: nobody is asked."""
+    """The domains that an earlier stage's evaluations choose. None: the stage does not select."""
     if stage.select is None:
         return None
     earlier = next(result for result in results if result.name == stage.select.stage)
@@ -40,7 +40,7 @@ def selected(stage: Stage, results: Sequence[StageResult]) -> Selected | None:
 
 
 def narrowed(stage: Stage, found: Selected | None) -> Stage | None:
-    """The stage with what is left of its prompts and teachers, measured on the rest all the same; None: nothing is chosen."""
+    """The stage with the chosen prompts and their teachers, still evaluated on all domains. None: no domain is chosen."""
     if found is None:
         return stage
     if not found.chosen:
@@ -56,14 +56,14 @@ def narrowed(stage: Stage, found: Selected | None) -> Stage | None:
 
 
 def _values(result: StageResult, domain: str) -> list[float]:
-    """From before the first step to after the last."""
+    """The domain's evaluations, from before the first step to after the last."""
     before = result.before.get(domain)
     known = [before.value if before is not None else None, *(line.get(domain) for line in result.history)]
     return [value for value in known if value is not None]
 
 
 def _teachers(stage: Stage, dropped: Collection[str]) -> dict[str, object]:
-    """Without those that have nothing left to score."""
+    """The teachers that still have something to score."""
     kept: dict[str, object] = {}
     for name, kind in stage.teachers.items():
         alone = sum(other.role == kind.role for other in stage.teachers.values()) == 1

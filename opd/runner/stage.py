@@ -1,4 +1,4 @@
-"""Puts the parts of a stage together, and checks everything before the first token is sampled."""
+"""Creates the parts of a stage, and checks everything before the first token is sampled."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ from opd.teachers.paging import Pager
 from opd.teachers.pool import movable, open_teachers
 from opd.teachers.quantised import load_teacher
 
-SIGN_OF_LIFE = 10.0  # seconds between two lines about reading prompts
+SIGN_OF_LIFE = 10.0  # seconds between messages about reading prompts
 
 
 def open_stage(
@@ -63,7 +63,7 @@ def open_stage(
     on_token: Callable[[], None] = nothing,
     on_rollouts: OnRollouts = lambda rollouts, rewards: None,
 ) -> StageParts:
-    """Everything that the steps of a stage work with. The store lies in the run's directory."""
+    """Open everything that the steps of a stage use. The store lies in the run's directory."""
     prefork.start_interpreters(*spec.sampler_processes)
     ranks, context, directory = ranks or Ranks(), context or RunContext(say=lambda line: None), store.directory.parent
     threads = StopThreads(context.check_stop)
@@ -108,7 +108,7 @@ def open_stage(
 
 @dataclass
 class Models:
-    """The models of a stage in memory. `kept`: where its scores are kept, if scores are all that it makes."""
+    """The models of a stage in memory. `kept`: where its scores are stored, if the stage only scores."""
 
     student: LanguageModel
     teachers: dict[str, TeacherLike]
@@ -150,7 +150,7 @@ def _open_samplers(
         names = dict.fromkeys(checked.routes["teacher"].values())
         mixed = [student, *(teachers[name].model for name in set(names))]
         student.inside(partial(spec.sampler.require_mixing, mixed, max_length))
-        for name in names if ranks.sharded else ():  # copies of the student are made while it is whole
+        for name in names if ranks.sharded else ():  # the student is copied while it is not sharded
             samplers.mixed(name)
     for line in slower_models(student, teachers.values(), samplers.manner):
         context.say_of_stage(line)
@@ -160,12 +160,12 @@ def _open_samplers(
 def _set_threads(spec: Stage) -> None:
     if spec.threads is not None:
         torch.set_num_threads(spec.threads)
-    elif spec.rollout.staleness:  # sampling and training have half of them each
+    elif spec.rollout.staleness:  # sampling and training get half each
         torch.set_num_threads(min(torch.get_num_threads(), max(1, (os.cpu_count() or 1) // 2)))
 
 
 class ReadingProgress:
-    """Says how far the reading of a large source has come."""
+    """Reports progress while a large source is read."""
 
     def __init__(self, context: RunContext) -> None:
         self._context, self._said = context, time.monotonic()
@@ -180,7 +180,7 @@ class ReadingProgress:
 
 
 class LatePrompts:
-    """Says of each prompt of a source without end whether the sampler has room for it."""
+    """Checks for each prompt of an endless source whether it fits into the sampler."""
 
     def __init__(self, spec: Stage, tokenizer: Any, rollouter: Rollouter, context: RunContext) -> None:
         self._spec, self._tokenizer, self._room = spec, tokenizer, rollouter.max_prompt_tokens
@@ -188,11 +188,11 @@ class LatePrompts:
         self._warned = False
 
     def fits(self, visit: Visit) -> bool:
-        """A prompt that does not fit is nothing that a user could fix, so it never stops a run."""
+        """Users cannot fix a generated prompt that does not fit, so it never stops a run."""
         kwargs = self._spec.prompts[visit.source].chat_template_kwargs
         (ids,) = render_prompts([visit.prompt], self._tokenizer, kwargs)
         if isinstance(ids, np.ndarray) and ids.size <= self._room:
-            if not self._spec.rollout.staleness:  # sampling ahead has a tokenizer of its own
+            if not self._spec.rollout.staleness:  # sampling ahead has its own tokenizer
                 self._rollouter.looked_at[visit.prompt.id] = ids
             return True
         reason = str(ids) if isinstance(ids, DataError) else f"prompt {visit.prompt.id!r} has {ids.size:,} tokens"
@@ -209,7 +209,7 @@ def _keep_scores(
     spec: Stage, student: LanguageModel, stop_ids: tuple[int, ...], teachers: dict[str, TeacherLike], directory: Path,
     resolve_model: Callable[[str], str], revision_of: RevisionOf,
 ) -> ScoredStage:  # fmt: skip
-    """Begin to keep this stage's scores, for teachers of kind cached."""
+    """Begin to store this stage's scores, for teachers of kind cached."""
     own = ModelRef(spec.student.model, spec.student.revision)
     weights = {
         name: {
@@ -235,7 +235,7 @@ def _rollouter(
     spec: Stage, store: RolloutStore, tokenizer: Any, samplers: Samplers, scorer: Scorer, checked: Checked,
     stop_ids: tuple[int, ...], ranks: Ranks,
 ) -> Rollouter:  # fmt: skip
-    """Who writes the answers, and how they come into the store."""
+    """Set up who writes the answers and how they are stored."""
     rollout = spec.rollout
     desk = WriterContext(
         tokenizer,
@@ -280,14 +280,14 @@ def _rewards(
     return RolloutRewards(spec, checked.rewarder, store, tokenizer, stop_ids, ranks, demonstrator)
 
 
-# The models of a stage's teachers: each is in memory once, and those that can wait elsewhere do, where the recipe says so.
+# --- The models of a stage's teachers: each is loaded once, and paged out if the recipe says so ---
 
 
 Key = tuple[str, str | None, str, str, str | None]  # model, revision, dtype, device, quantisation
 
 
 class StageModels:
-    """`scratch`: a directory with room for weights that no file holds as they are."""
+    """`scratch`: a directory for weights that no file holds in the needed form."""
 
     def __init__(
         self,
@@ -307,13 +307,13 @@ class StageModels:
         self.pager: Pager | None = None
         if self._paged and spec.pool.resident is not None:
             keep = spec.pool.keep_on(self._device)
-            heads: dict[str, int] = {}  # of each role: a mixture needs those of all its parts at once
+            heads: dict[str, int] = {}  # per role: a mixture needs the heads of all its parts at once
             for kind in spec.teachers.values():
                 heads[kind.role] = max(heads.get(kind.role, 0), len(kind.waiting()))
             self.pager = Pager(spec.pool.resident, keep, scratch, heads=sum(heads.values()))
 
     def student(self, spec: Stage, *, sharded: bool) -> LanguageModel:
-        """What lies below its adapters is never trained, so that teachers can share it, where it stays whole."""
+        """Load the student. Its weights below the adapters are never trained, so teachers can share them if it is not sharded."""
         key = name, revision, dtype, device, _ = self._key(ModelRef(spec.student.model, spec.student.revision))
         checkpointing, lora = spec.student.gradient_checkpointing, spec.student.lora
         parted = self._ranks.load_student(name, dtype, device, revision, spec.cluster, checkpointing, lora)
@@ -349,7 +349,7 @@ class StageModels:
 
 
 def slower_models(student: LanguageModel, teachers: Iterable[TeacherLike], manner: str) -> list[str]:
-    """Models that do not run packed, or not in slots, and why: said once."""
+    """Models that cannot run packed or in slots, and why, for a message printed once."""
     models: list[LanguageModel] = [student, *(teacher.model for teacher in teachers if teacher.model is not None)]
     found = {
         f"{model.name}: sequences go through it {model.route.name}, which is slower than packed: {model.route.why}"

@@ -1,6 +1,6 @@
-"""The start-up table: every teacher beside the student, measured on a few answers before the first step.
+"""The start-up table: compares every teacher with the student on a few answers before the first step.
 
-Draws are keyed by a seed of their own and nothing goes into the store, so a run is the same with the table and without.
+Draws have their own seed and nothing goes into the store, so a run is the same with and without the table.
 """
 
 from __future__ import annotations
@@ -29,25 +29,25 @@ from opd.teachers.table import K, Pair, Samples, compare
 from opd.teachers.views import Group
 
 NAME = "start.json"
-PROMPTS, TOKENS = 4, 32  # asked of every teacher; tokens of an answer
-VISIT = -2  # keys draws that no step makes
+PROMPTS, TOKENS = 4, 32  # prompts per teacher; tokens of an answer
+VISIT = -2  # keys draws that no step uses
 
 
 def read_start(directory: Path) -> dict[str, Any]:
-    """Tables of stages that have theirs, by name."""
+    """The existing tables of stages, by name."""
     place = directory / NAME
     found: dict[str, Any] = json.loads(place.read_text(encoding="utf-8")) if place.is_file() else {}
     return found
 
 
 def start_table(parts: StageParts) -> list[Pair]:
-    """Every teacher of the stage that can be asked about answers."""
+    """Compare every teacher of the stage that can be asked about answers."""
     asked = [name for name, kind in parts.spec.teachers.items() if kind.scores_any and parts.teachers[name].offers]
     probe = probe_of(parts, asked) if asked else None
     found = []
     student = (
         (parts.samplers.copy or parts.student) if parts.ranks.sharded else parts.student
-    )  # whole, where all ranks have it so
+    )  # not sharded, if all ranks have it so
     for name in asked if probe is not None and probe.rollouts else []:
         assert probe is not None
         kind, teacher = parts.spec.teachers[name], parts.teachers[name]
@@ -60,7 +60,7 @@ def start_table(parts: StageParts) -> list[Pair]:
 
 
 def probe_of(parts: StageParts, teachers: Sequence[str]) -> Samples:
-    """Answers of the student to a few prompts of every teacher."""
+    """The student's answers to a few prompts of every teacher."""
     prompts = dict(_prompts(parts, teachers))
     size = min(TOKENS, parts.spec.rollout.max_new_tokens)
     sampling = replace(parts.rollouter.sampling, max_new_tokens=size)
@@ -81,7 +81,7 @@ def probe_of(parts: StageParts, teachers: Sequence[str]) -> Samples:
 
 
 def _prompts(parts: StageParts, teachers: Sequence[str]) -> Iterator[tuple[str, tuple[int, Prompt, np.ndarray]]]:
-    """The first few that each teacher scores, by id: (number of the source, prompt, ids)."""
+    """The first few prompts that each teacher scores, by id: (number of the source, prompt, ids)."""
     roles = {parts.spec.teachers[name].role for name in teachers}
     wanted = [(parts.scorer.routes[role], chooser(parts.scorer.routes[role], parts.spec.route)) for role in roles]
     taken: dict[str, int] = {}
@@ -93,7 +93,7 @@ def _prompts(parts: StageParts, teachers: Sequence[str]) -> Iterator[tuple[str, 
                 continue
             try:
                 names = [chosen(prompt) for _, chosen in wanted]
-            except BadRow:  # it is skipped
+            except BadRow:  # such a row is skipped
                 continue
             if any(taken.get(name, 0) < PROMPTS for name in names):
                 taken |= {name: taken.get(name, 0) + 1 for name in names}
@@ -101,7 +101,7 @@ def _prompts(parts: StageParts, teachers: Sequence[str]) -> Iterator[tuple[str, 
 
 
 def _reference(parts: StageParts, number: int, prompt: Prompt, ids: np.ndarray, size: int) -> Rollout:
-    """The dataset's own answer."""
+    """The dataset's own answer as a rollout."""
     kwargs = parts.spec.prompts[number].chat_template_kwargs
     response, cut = render_completion(prompt, parts.student.tokenizer, size, parts.stop_ids, kwargs)
     nothing = np.full(response.size, np.nan, dtype=np.float32)
@@ -113,11 +113,11 @@ def _reference(parts: StageParts, number: int, prompt: Prompt, ids: np.ndarray, 
     )  # fmt: skip
 
 
-# What is shown and kept
+# --- What is shown and kept ---
 
 
 def write_start(directory: Path, stage: str, pairs: Sequence[Pair], before: dict[str, Any]) -> None:
-    """`start.json`: by stage, what was measured of every teacher."""
+    """`start.json`: the measurements of every teacher, by stage."""
     found = before | {stage: [pair.to_json() for pair in pairs]}
     write_whole(directory / NAME, json_text(found, indent=1))
 

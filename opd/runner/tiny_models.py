@@ -1,12 +1,12 @@
-"""Builds the `tiny/*` models: a generalist, four specialists that grow out of it, and one with another tokenizer.
+"""Builds the `tiny/*` models: a generalist, four specialists trained from it, and one with another tokenizer.
 
-Real Llama models in miniature (half a million parameters, characters as tokens) for runs that take a minute on a CPU.
+Small Llama models (half a million parameters, characters as tokens) for runs that take a minute on a CPU.
 
-    generalist   learns all four tasks at once and is stopped while it still gets about a third of the answers wrong
-    specialists  start from the generalist, see one task only, and stop as soon as they are good at it: strong at home,
+    generalist   learns all four tasks at once and stops while about a third of its answers are still wrong
+    specialists  start from the generalist, train on one task only, and stop when they are good at it: strong on it,
                  forgetful elsewhere, and still close enough to the generalist for it to learn from them
 
-Training is one thread with fixed seeds, so a rebuild with the same versions on the same kind of machine gives the same
+Training uses one thread and fixed seeds, so a rebuild with the same versions on the same kind of machine gives the same
 bytes. Every stop is decided by a measured score, so a rebuild elsewhere gives other bytes and the same abilities.
 """
 
@@ -44,26 +44,26 @@ TEMPLATE = (
     "{% endfor %}{% if add_generation_prompt %}{{ '=' }}{% endif %}"
 )
 SEED = 0
-GENERALIST_BAND = (0.57, 0.74)  # training stops once every domain's score lies in here,
-GENERALIST_STEPS = 600  # but not before: skills that are only just forming do not move in a short distillation
+GENERALIST_BAND = (0.57, 0.74)  # training stops once every domain's score is in this range,
+GENERALIST_STEPS = 600  # but not earlier: skills that are just forming do not move in a short distillation
 SPECIALIST_GOAL = 0.97  # on training prompts
-SPECIALIST_HALF = 60  # steps at the full learning rate, then as many while it decays
+SPECIALIST_HALF = 60  # steps at the full learning rate, and the same number of decay steps
 SPECIALIST_LR = 2e-3
 ANCHOR = 0.08  # the generalist's share of a specialist's target
 THRESHOLDS = {"generalist": [0.50, 0.80], "specialist": 0.95, "forgotten": 0.15}
 EVAL_PROMPTS = 1000
-PAIRS = [("1", digit) for digit in "0123456789"]  # tokens that the model `pairs` has beside the others
+PAIRS = [("1", digit) for digit in "0123456789"]  # further tokens of the model `pairs`
 PAIR_STEPS = 600
 
-# Disjoint stretches of the endless training split
+# Disjoint ranges of the endless training split
 TUNING, CHECK, SPECIALIST = 1_000_000, 2_000_000, 3_000_000
 
 
-# Tokenizer and model
+# --- Tokenizer and model ---
 
 
 def make_tokenizer(merges: Sequence[tuple[str, str]] = ()) -> PreTrainedTokenizerFast:
-    """One token per printable ASCII character: byte-pair encoding without a single merge, or with some."""
+    """One token per printable ASCII character: byte-pair encoding without merges, or with these."""
     characters = ["\n", *(chr(code) for code in range(32, 127)), *("".join(pair) for pair in merges)]
     vocabulary = {token: index for index, token in enumerate([*SPECIAL, *characters])}
     backend = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocabulary, merges=list(merges), unk_token="<unk>"))
@@ -81,7 +81,7 @@ def make_tokenizer(merges: Sequence[tuple[str, str]] = ()) -> PreTrainedTokenize
 
 
 def make_model(vocabulary: int, seed: int) -> LlamaForCausalLM:
-    """The initial weights are larger than usual: at width 128 the customary 0.02 costs hundreds of steps."""
+    """Larger initial weights than usual: at width 128, the customary 0.02 costs hundreds of steps."""
     torch.manual_seed(seed)
     config = LlamaConfig(
         vocab_size=vocabulary,
@@ -137,7 +137,7 @@ def accuracy(model: LlamaForCausalLM, rows: Sequence[Row]) -> float:
     return float((likeliest == labels).all(1).float().mean())
 
 
-# Training
+# --- Training ---
 
 
 def optimiser(model: LlamaForCausalLM) -> torch.optim.AdamW:
@@ -147,7 +147,7 @@ def optimiser(model: LlamaForCausalLM) -> torch.optim.AdamW:
 def update(
     model: LlamaForCausalLM, adam: torch.optim.AdamW, rows: Sequence[Row], lr: float, anchor: LlamaForCausalLM | None
 ) -> float:
-    """One step on the answers. With an anchor, part of every target is the anchor's own opinion."""
+    """One step on the answers. With an anchor, part of every target is the anchor's distribution."""
     ids, labels = pad_rows(rows)
     answers = labels[labels >= 0]
     logits = answer_logits(model, ids, labels)
@@ -167,17 +167,17 @@ def update(
 
 
 def round_weights(model: LlamaForCausalLM) -> LlamaForCausalLM:
-    """To what the file will hold, so that scores are those of the saved model."""
+    """Round to the precision of the file, so that scores are those of the saved model."""
     for parameter in model.parameters():
         parameter.data = parameter.data.bfloat16().float()
     return model
 
 
 def train_generalist(tokenizer: PreTrainedTokenizerFast, steps: int, progress: Progress) -> LlamaForCausalLM:
-    """All tasks at once, the weaker ones more often, at a constant high learning rate, until all are mediocre.
+    """Train all tasks at once, the weaker ones more often, at a constant high learning rate, until all are mediocre.
 
-    The shares steer: a task near its goal gets no prompts while the others catch up, so that all four meet in the
-    band. No decay of the learning rate: that last polish is what the specialists have and the generalist lacks.
+    The shares steer: a task near its goal gets no prompts while the others catch up, so that all four meet in the band. The
+    learning rate does not decay: specialists get this last polish, and the generalist must not have it.
     """
     model = make_model(len(tokenizer), SEED)
     adam = optimiser(model)
@@ -218,11 +218,11 @@ def _in_band(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast) -> boo
 def train_specialist(
     generalist: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, domain: str, steps: int, progress: Progress
 ) -> LlamaForCausalLM:
-    """One task only, until good at it; nothing holds on to the other tasks.
+    """Train one task only, until the model is good at it. Other tasks may be forgotten.
 
-    A target that is in part the generalist's own opinion keeps the specialist near: what the generalist samples, right
-    or wrong, never looks impossible to it. A larger part halves the KL between them, but leaves the specialist undecided
-    on hard questions, and there a student that minimises reverse KL tends to keep its old answer.
+    Part of the target is the generalist's own distribution. This keeps the specialist near: what the generalist samples, right or
+    wrong, never looks impossible to it. A larger part halves the KL between them, but leaves the specialist undecided on hard
+    questions, where a student that minimises reverse KL tends to keep its old answer.
     """
     model = copy.deepcopy(generalist)
     adam = optimiser(model)
@@ -231,7 +231,7 @@ def train_specialist(
         rows = task_rows(tokenizer, task, "train", SPECIALIST + 64 * step, 64)
         decay = min(1.0, step / 10) * max(0.1, min(1.0, 2 - step / SPECIALIST_HALF))
         loss = update(model, adam, rows, SPECIALIST_LR * decay, generalist)
-        if step % 10 or step < 1.5 * SPECIALIST_HALF:  # not at the full rate: the score is noise there
+        if step % 10 or step < 1.5 * SPECIALIST_HALF:  # not at the full rate, where the score is noisy
             continue
         reached = accuracy(model, task_rows(tokenizer, task, "train", CHECK, 400))
         progress(f"{domain} step {step}: loss {loss:.3f}, {domain} {reached:.3f}")
@@ -241,9 +241,9 @@ def train_specialist(
 
 
 def train_pairs(arithmetic: LlamaForCausalLM, steps: int, progress: Progress) -> LlamaForCausalLM:
-    """The specialist for sums, which has learnt to read and write 10 to 19 as one token: a teacher with another tokenizer.
+    """The specialist for sums, trained to read and write 10 to 19 as one token: a teacher with another tokenizer.
 
-    The new embeddings begin as the mean of their digits'.
+    The new embeddings start as the mean of their digits'.
     """
     tokenizer, model = make_tokenizer(PAIRS), copy.deepcopy(arithmetic)
     table = model.get_input_embeddings().weight.detach()
@@ -264,7 +264,7 @@ def train_pairs(arithmetic: LlamaForCausalLM, steps: int, progress: Progress) ->
     return round_weights(model)
 
 
-# The files
+# --- Files ---
 
 
 def build(
@@ -272,8 +272,8 @@ def build(
 ) -> dict[str, Any]:
     """Train the models into `out_dir/NAME` and write `out_dir/manifest.json`, which is also returned.
 
-    `only` names the models to write, and the manifest then lists no others; the generalist is trained in any case,
-    since the others start from it. `steps` is the most any model may take; training stops earlier, on its scores.
+    `only` names the models to write; the manifest lists no others. The generalist is always trained, since the others start from
+    it. `steps` is the most any model may take; training stops earlier, on its scores.
     """
     names = ["generalist", *DOMAINS, "pairs"]
     unknown = set(only or ()) - set(names)
@@ -311,7 +311,7 @@ def build(
 
 @contextmanager
 def _reproducible() -> Iterator[None]:
-    """One thread and one set of kernels; the caller's settings and random state are left as they were."""
+    """Use one thread and one set of kernels; restore the caller's settings and random state afterwards."""
     threads, state, onednn = torch.get_num_threads(), torch.get_rng_state(), torch.backends.mkldnn.enabled
     torch.set_num_threads(1)
     torch.backends.mkldnn.enabled = True  # type: ignore[assignment]

@@ -1,4 +1,4 @@
-"""Where metrics go besides `metrics.jsonl`: TensorBoard, Weights & Biases, trackio, or a tracker of your own.
+"""Where metrics go in addition to `metrics.jsonl`: TensorBoard, Weights & Biases, trackio, or your own tracker.
 
 A tracker is a class with its settings, the package it needs, and `open`. A recipe lists them: `log: {to: [tensorboard]}`.
 """
@@ -18,13 +18,13 @@ from opd.common.errors import RecipeError
 from opd.common.text import plain
 from opd.registry import Choice
 
-TAG = 200  # characters of a metric's name, which holds a stage's and often a domain's
-Write = Callable[[int, Mapping[str, float]], object]  # a step of the whole run, and its metrics as STAGE/NAME
+TAG = 200  # characters of a metric's name, which includes the stage and often a domain
+Write = Callable[[int, Mapping[str, float]], object]  # takes a step of the whole run and its metrics as STAGE/NAME
 
 
 @dataclass(frozen=True)
 class Experiment:
-    """What a tracker is told about the run."""
+    """What a tracker learns about the run."""
 
     directory: Path
     name: str
@@ -33,13 +33,13 @@ class Experiment:
 
 
 class Tracker(Choice):
-    """Settings are fields; `open` is a context manager, entered once a run has loaded, that gives what writes a step."""
+    """Settings are fields. `open` is a context manager, entered once a run has loaded, that gives a function which writes a step."""
 
     family = "tracker"
-    package: ClassVar[str | None] = None  # to be imported; None: it needs none
+    package: ClassVar[str | None] = None  # package to import; None: no package is needed
 
     def require(self) -> None:
-        """Refuse a recipe that cannot be tracked here, before anything is loaded."""
+        """Reject a recipe that cannot be tracked here, before anything is loaded."""
         if self.package is not None and importlib.util.find_spec(self.package) is None:
             raise RecipeError(f"log: {self.package} is not installed. Run: pip install 'opd[{self.package}]'")
 
@@ -48,7 +48,7 @@ class Tracker(Choice):
 
 
 class TensorBoard(Tracker):
-    """Event files in the run directory, under `tensorboard`."""
+    """Writes event files in the run directory, under `tensorboard`."""
 
     name = "tensorboard"
     package = "tensorboard"
@@ -67,7 +67,7 @@ class TensorBoard(Tracker):
 
 
 class Wandb(Tracker):
-    """Weights & Biases; its files stand in the run directory."""
+    """Logs to Weights & Biases. Its files are in the run directory."""
 
     name = "wandb"
     package = "wandb"
@@ -87,7 +87,7 @@ class Wandb(Tracker):
 
 
 class Trackio(Wandb):
-    """The same calls as wandb's, kept on this machine."""
+    """Logs to trackio, which keeps metrics on this machine."""
 
     name = "trackio"
     package = "trackio"
@@ -98,7 +98,7 @@ class Trackio(Wandb):
 
 @contextmanager
 def open_trackers(trackers: Sequence[Tracker], experiment: Experiment) -> Iterator[Write]:
-    """All of them as one. Names of metrics hold what a user called a domain: they are made fit to be shown."""
+    """All trackers as one. Names of metrics contain the user's domain names, so they are made safe to show."""
     with ExitStack() as stack:
         writers = [stack.enter_context(tracker.open(experiment)) for tracker in trackers]
 

@@ -1,4 +1,4 @@
-"""A sandbox for code nobody has read: programs the model wrote, and libraries that may run what it wrote."""
+"""A sandbox for untrusted code: programs that a model wrote, and libraries that may run them."""
 
 from opd.sandbox.walls import MEGABYTE, START, Cell, Limits, Outcome, choose, kill, python, run_program, start, trouble
 

@@ -1,12 +1,12 @@
-"""Inside the sandbox: a program in one process, the tests in another. One JSON line of output per test.
+"""Runs inside the sandbox: a program in one process, the tests in another. Writes one JSON line per test.
 
     examiner      reads the tests from stdin, evaluates them, writes {"value"}, {"passed"}, {"error"} or {"unsupported"}
-    └── program   runs the sources, and answers what the examiner asks of its names
+    └── program   runs the sources, and answers the examiner's requests about its names
 
-The program is forked off before the tests are read, has no descriptor of the examiner's but its two pipes, and cannot reach
-its memory. What comes back over the pipe is data: numbers, texts and containers of them, built anew as Python's own types. So
-an object that equals everything, a shadowed builtin or an early exit changes nothing but the program's own answers. Objects
-that are no data stay where they are; the examiner holds a handle, which can be called, indexed and read, never compared.
+The program is forked before the tests are read. It inherits only two pipes from the examiner and cannot access its memory.
+Only data comes back over the pipe: numbers, strings and containers of them, rebuilt as Python's own types. So an object that
+equals everything, a shadowed builtin or an early exit can change only the program's own answers. Objects that are not data stay
+in the program; the examiner holds a handle that can be called, indexed and read, but never compared.
 stdin: {"sources", "setup", "prepare", "own", "work": [{"call"} | {"run"}]}.
 """
 
@@ -52,15 +52,15 @@ GROUPS: dict[str, Any] = {"tuple": tuple, "set": set, "frozenset": frozenset, "d
 
 
 class Unsupported(Exception):
-    """The tests ask for something that cannot be done across two processes."""
+    """The tests need something that does not work across two processes."""
 
 
 class Ended(Exception):
-    """The program is gone."""
+    """The program has ended."""
 
 
 def encode(value: Any, other: Callable[[Any], Any], depth: int = 0) -> Any:
-    """As JSON. `other` says what stands for anything that is no data."""
+    """A value as JSON. `other` encodes anything that is not data."""
     if depth > DEEPEST:
         raise ValueError("nested too deeply")
     if value is None or isinstance(value, (bool, str)):
@@ -79,7 +79,7 @@ def encode(value: Any, other: Callable[[Any], Any], depth: int = 0) -> Any:
 
 
 def decode(data: Any, other: Callable[[str, Any], Any]) -> Any:
-    """Python's own types and no others."""
+    """A value from JSON, built from Python's own types only. `other` decodes the remaining tags."""
     if not isinstance(data, (list, dict)):
         return data
     if isinstance(data, list):
@@ -129,7 +129,7 @@ class Program:
     def answer(self, request: dict[str, Any]) -> None:
         try:
             self.line.send(self.do(**request))
-        except Exception as error:  # whatever the program raises is its answer
+        except Exception as error:  # any exception of the program is its answer
             names = [kind.__name__ for kind in type(error).__mro__]
             self.line.send({"error": names, "text": str(error)[:300]})
 
@@ -183,7 +183,7 @@ class Program:
             return {"raises": [kind.__name__ for kind in value.__mro__]}
         try:
             return {"value": self.pack(value)}
-        except Exception:  # nested too deeply, or of a kind that trips over being looked at: it stays where it is
+        except Exception:  # nested too deeply, or inspecting it raises: keep it here and send a handle
             return {"value": self.keep(value)}
 
 
@@ -208,7 +208,7 @@ def _refuse(self: Any, other: Any) -> bool:
 
 
 class Handle:
-    """An object of the program that is no data."""
+    """The examiner's proxy for an object of the program that is not data."""
 
     def __init__(self, ask: Callable[..., Any], number: int) -> None:
         object.__setattr__(self, "_handle", (ask, number))
@@ -240,7 +240,7 @@ class Handle:
         return _ask(self, "next")
 
     def __contains__(self, item: Any) -> bool:
-        return item in list(self)  # compared here: a membership of the program's own making would hold for anything
+        return item in list(self)  # compared here: the program's own __contains__ could accept anything
 
     def __str__(self) -> str:
         return str(_ask(self, "text"))
@@ -273,7 +273,7 @@ class Examiner:
         return decode(reply["value"], self.found)
 
     def reply(self, ends: bool = False) -> dict[str, Any]:
-        """`ends`: it may raise StopIteration, which anywhere else would end a loop of the tests' own."""
+        """`ends`: the reply may raise StopIteration. Otherwise that would end a loop in the tests, so it becomes a RuntimeError."""
         while "callback" in (reply := self.line.receive()):
             try:
                 args = [decode(argument, self.found) for argument in reply["args"]]
@@ -281,7 +281,7 @@ class Examiner:
                 self.line.send({"value": value})
             except Ended:
                 raise
-            except Exception as error:  # of the tests' own function: the program may care
+            except Exception as error:  # from the tests' own function: the program may handle it
                 self.line.send({"error": f"{type(error).__name__}: {error}"})
         if "error" in reply:
             kind = self.exception(reply["error"])
@@ -312,7 +312,7 @@ class Examiner:
         raise ValueError("the program's reply cannot be read")
 
     def space(self, task: dict[str, Any]) -> dict[str, Any]:
-        """The names tests see: their own set-up's functions and modules, then the program's, but never for a builtin."""
+        """The names tests see: functions and modules of their own set-up, then the program's. Only `own` may shadow builtins."""
         self.line.send({"op": "load", "args": task["sources"]})
         names = self.reply()["names"]
         space: dict[str, Any] = {"__name__": "tests"}
@@ -341,7 +341,7 @@ class Examiner:
             exec(compile(piece["run"], "test", "exec", dont_inherit=True), space)
         except Unsupported as error:
             return {"unsupported": str(error)}
-        except Exception as error:  # a test that fails, or a program that does
+        except Exception as error:  # the test or the program failed
             return {"error": f"{type(error).__name__}: {error}"[:300]}
         return {"passed": True}
 
@@ -351,7 +351,7 @@ def _no_data(value: Any) -> Any:
 
 
 def _update(old: Any, new: Any) -> None:
-    """What the program did to an argument in place happens to the tests' own."""
+    """Apply the program's in-place changes of an argument to the tests' own object."""
     if isinstance(old, list):
         old[:] = new
     else:
@@ -378,7 +378,7 @@ def main() -> None:
     os.close(to_examiner[1])
     task, results = json.loads(sys.stdin.buffer.read()), os.dup(1)
     os.dup2(nowhere, 0)
-    os.dup2(nowhere, 1)  # what tests print is no result
+    os.dup2(nowhere, 1)  # tests' prints must not mix with the results
     examiner = Examiner(Line(to_examiner[0], to_program[1]))
     space: dict[str, Any] = {}
     problem: dict[str, Any] = {}

@@ -1,11 +1,11 @@
-"""Puts one program behind walls, then becomes it. A script of its own (`python -I -S jail.py CONFIG STATUS`), stdlib only.
+"""Isolates this process, then execs one program. A separate script (`python -I -S jail.py CONFIG STATUS`), stdlib only.
 
     this process    new user, mount, pid, network, ipc, uts and cgroup namespaces; waits
-    └── pid 1       a root file system of its own, no capability left, an unprivileged uid; reaps, reports the exit
-        └── pid 2   resource limits, system-call filter, no descriptor but 0, 1 and 2; then the program
+    └── pid 1       its own root file system, no capabilities, an unprivileged uid; reaps, reports the exit
+        └── pid 2   resource limits, system-call filter, no descriptors except 0, 1 and 2; then the program
 
-The death of the first kills pid 1, and with pid 1 the kernel kills everything inside. CONFIG and STATUS are numbers of
-descriptors: a JSON file to read, a pipe to write JSON lines to. Neither is open in the program.
+If the first process dies, pid 1 is killed, and the kernel then kills everything inside. CONFIG and STATUS are descriptor
+numbers: a JSON file to read, and a pipe to write JSON lines to. Neither is open in the program.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def main() -> None:
     try:
         if config["isolate"]:
             isolate(config, status_fd)
-        else:  # bubblewrap built the walls already, or the recipe wants none
+        else:  # bubblewrap has isolated it already, or the recipe turns isolation off
             become(config, status_fd)
     except OSError as error:
         report(status_fd, error=f"{error.filename2 or error.filename or 'system call'}: {error.strerror}")
@@ -58,7 +58,7 @@ def check(result: int, what: str) -> None:
 
 
 def die_with(parent: int | None) -> None:
-    """The kernel kills this process when its parent goes, even if the parent was killed."""
+    """Have the kernel kill this process when its parent ends, even if the parent is killed."""
     check(libc.prctl(SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0), "prctl(PDEATHSIG)")
     if parent is not None and os.getppid() != parent:
         os._exit(1)
@@ -73,7 +73,7 @@ def isolate(config: dict[str, Any], status_fd: int) -> None:
     ready, mapped = os.pipe(), os.pipe()
     me = os.getpid()
     helper = os.fork()
-    if helper == 0:  # stays outside: only from there may more than one id be mapped
+    if helper == 0:  # stays outside: more than one id can be mapped only from there
         os.close(ready[1])
         os.close(mapped[0])
         if not os.read(ready[0], 1):
@@ -110,14 +110,14 @@ def isolate(config: dict[str, Any], status_fd: int) -> None:
 
 
 def first_process(config: dict[str, Any], status_fd: int, privileged: bool) -> None:
-    """Pid 1 of the new namespace: builds the root, gives up every right, starts the program and reaps."""
+    """Pid 1 of the new namespace: builds the root, drops all privileges, starts the program and reaps."""
     die_with(None)
     os.setsid()  # a signal to the program's process group must not reach outside
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     build_root(config)
     libc.sethostname(b"sandbox", 7)
     drop_rights(config["uid"], privileged)
-    die_with(None)  # cleared by the change of user
+    die_with(None)  # again: the change of user clears it
     program = os.fork()
     if program == 0:
         os.setsid()
@@ -140,7 +140,7 @@ def mount(source: str, target: str, kind: str, flags: int, options: str = "") ->
 
 
 def protect(target: str, attributes: int, recursive: bool = True) -> None:
-    """Read-only and the like, for a whole tree of mounts at once."""
+    """Set mount attributes such as read-only, for a whole tree of mounts at once."""
     values = (ctypes.c_uint64 * 4)(attributes, 0, 0, 0)
     where = ctypes.c_char_p(target.encode())
     flags = AT_RECURSIVE if recursive else 0
@@ -161,7 +161,7 @@ def build_root(config: dict[str, Any]) -> None:
     mount("tmpfs", NEW + "/tmp", "tmpfs", NOSUID | NODEV | NOEXEC, size)
     for path, target in config["links"].items():
         os.symlink(target, NEW + path)
-    for source, target in config["binds"].items():  # some may lie below /tmp, which is there by now
+    for source, target in config["binds"].items():  # some may be below /tmp, which exists by now
         place = NEW + target
         if os.path.isdir(OLD + source):
             os.makedirs(place, mode=0o755, exist_ok=True)

@@ -1,8 +1,8 @@
-"""The system-call filter of the sandbox, as the bytes the kernel takes (classic BPF). Works without any library.
+"""The sandbox's system-call filter, as the bytes that the kernel expects (classic BPF). Needs no library.
 
-Namespaces hide files, processes and networks; the filter closes what they leave open: sockets of families that know no
-network namespace (vsock reaches a virtual machine's host), memory outside the size limits (memfd, System V segments),
-nested namespaces, tracing, and corners of the kernel no test program needs. Refused calls fail with EPERM.
+Namespaces hide files, processes and networks. The filter blocks what they leave open: socket families that ignore network
+namespaces (vsock reaches a virtual machine's host), memory outside the size limits (memfd, System V segments), nested
+namespaces, tracing, and kernel features that no test program needs. Blocked calls fail with EPERM.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ NUMBER, ARCHITECTURE, FIRST_ARGUMENT = 0, 4, 16  # offsets in struct seccomp_dat
 
 
 def machine() -> str | None:
-    """The machine the filter is written for, or None."""
+    """This machine's architecture; None if the filter does not support it."""
     name = os.uname().machine
     return name if name in AUDIT_ARCHITECTURE else None
 
@@ -51,7 +51,7 @@ def program(architecture: str) -> bytes:
         _line(AT_LEAST, X32, 0, 1),
         _line(RETURN, KILL),
         _line(EQUAL, CLONE3[column], 0, 1),
-        _line(RETURN, ENOSYS),  # the C library falls back to clone, whose flags can be looked at
+        _line(RETURN, ENOSYS),  # the C library falls back to clone, whose flags the filter can read
     ]
     for number in refused:
         if number is not None:

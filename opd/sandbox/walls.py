@@ -1,8 +1,8 @@
-"""Runs code nobody has read: no network, no home, no environment, a read-only system, and limits on everything else.
+"""Runs untrusted code: no network, no home, no environment, a read-only system, and limits on everything else.
 
-Two ways to build the walls, both without root: bubblewrap, or Linux namespaces made here (`jail`). As root only the
-latter is used: it can switch to an unprivileged user, and the process limit does not bind root. A system-call filter
-(`seccomp`) closes what namespaces leave open. Where neither works, nothing runs, unless `sandbox: none` asks for it.
+Two ways to isolate it, both without root: bubblewrap, or Linux namespaces created here (`jail`). Root uses only the second,
+because it can switch to an unprivileged user; the process limit does not apply to root. A system-call filter (`seccomp`)
+blocks what namespaces leave open. If neither works, nothing runs, unless the recipe sets `sandbox: none`.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ from opd.common.errors import RecipeError
 from opd.sandbox import seccomp
 
 JAIL = Path(__file__).with_name("jail.py")
-UID = 65533  # of the program, inside; as root also outside
+UID = 65533  # of the program inside the sandbox; when started as root, also outside
 SYSTEM = ("/usr", "/bin", "/lib", "/lib32", "/lib64")
 MEGABYTE = 1 << 20
-START = 30.0  # seconds for the walls to be built; the program's own time begins after that
-GRACE = 5.0  # seconds for the kernel to clear a killed sandbox away
+START = 30.0  # seconds for the sandbox to start; the program's own time begins after that
+GRACE = 5.0  # seconds for the kernel to clean up a killed sandbox
 
 
 @dataclass(frozen=True)
 class Limits:
-    """`seconds` of wall clock; everything else of the whole program."""
+    """`seconds` of wall-clock time. All limits apply to the whole program."""
 
     seconds: float = 10.0
     memory: int = 512 * MEGABYTE
@@ -48,7 +48,7 @@ class Limits:
     output: int = MEGABYTE
 
     def resources(self) -> dict[str, int]:
-        # of each process, should nobody look at the clock for so long
+        # CPU time per process, a backstop in case the watcher does not check the clock
         cpu = {"RLIMIT_CPU": int(self.seconds + START)} if math.isfinite(self.seconds) else {}
         return {
             **cpu, "RLIMIT_AS": self.memory, "RLIMIT_NPROC": self.processes + 2, "RLIMIT_FSIZE": self.disk,
@@ -58,7 +58,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class Outcome:
-    """`code` is the exit code, negative for a signal, None when it was killed from outside. `error`: it never ran."""
+    """`code`: exit code, negative for a signal; None if it was killed from outside. `error`: why it never ran."""
 
     stdout: bytes
     stderr: bytes
@@ -71,7 +71,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Cell:
-    """What the program sees beside the system: further read-only folders (source -> place), and its environment."""
+    """What the program sees in addition to the system: read-only folders (source -> place) and its environment."""
 
     binds: Mapping[str, str] = field(default_factory=dict)
     environment: Mapping[str, str] = field(default_factory=dict)
@@ -80,7 +80,7 @@ class Cell:
 def run_program(
     argv: Sequence[str], *, kind: str, limits: Limits, files: Mapping[str, str] | None = None, stdin: bytes = b""
 ) -> Outcome:
-    """Run a program in its sandbox, to its end or its limits. `files` are written into its working folder."""
+    """Run a program in a sandbox until it ends or reaches a limit. `files` are written into its working folder."""
     if kind != "none":
         return _Watch(*start(argv, kind=kind, limits=limits, files=files), limits, stdin).outcome()
     with tempfile.TemporaryDirectory(prefix="opd-unsandboxed-") as folder:
@@ -91,7 +91,7 @@ def start(
     argv: Sequence[str], *, kind: str, limits: Limits, files: Mapping[str, str] | None = None, cell: Cell | None = None,
     directory: str | None = None,
 ) -> tuple[subprocess.Popen[bytes], int]:  # fmt: skip
-    """A sandboxed process with pipes on 0, 1 and 2, and the descriptor its fate is read from. `run_program` waits for it."""
+    """Start a sandboxed process. Returns it, with pipes on 0, 1 and 2, and the descriptor of its status. Does not wait for it."""
     cell = cell or Cell()
     links, binds = _system(cell)
     environment = {"PATH": "/usr/bin:/bin", "HOME": "/tmp", "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1", **cell.environment}  # fmt: skip
@@ -132,7 +132,7 @@ def start(
 
 
 def python() -> str:
-    """The interpreter itself, not the link in a virtual environment: inside, only its own installation exists."""
+    """The real interpreter, not a virtual environment's link: only its own installation exists inside the sandbox."""
     return os.path.realpath(sys._base_executable)  # type: ignore[attr-defined]
 
 
@@ -150,7 +150,7 @@ def _bubblewrap(links: Mapping[str, str], binds: Mapping[str, str], limits: Limi
         shutil.which("bwrap") or "bwrap", "--unshare-user", "--unshare-all", "--disable-userns", "--die-with-parent", "--new-session",
         "--cap-drop", "ALL", "--uid", str(UID), "--gid", str(UID), "--hostname", "sandbox", "--clearenv",
     ]  # fmt: skip
-    command += ["--size", str(limits.disk), "--perms", "1777", "--tmpfs", "/tmp"]  # before what may lie below it
+    command += ["--size", str(limits.disk), "--perms", "1777", "--tmpfs", "/tmp"]  # before binds that may be below it
     for path, target in links.items():
         command += ["--symlink", target, path]
     for source, target in binds.items():
@@ -160,7 +160,7 @@ def _bubblewrap(links: Mapping[str, str], binds: Mapping[str, str], limits: Limi
 
 
 class _Watch:
-    """Feeds and reads a sandboxed process until it ends, its time is up, or it has written too much."""
+    """Feeds and reads a sandboxed process until it ends or exceeds its time, output or memory."""
 
     def __init__(self, process: subprocess.Popen[bytes], status: int, limits: Limits, stdin: bytes) -> None:
         self.process, self.status, self.limits = process, status, limits
@@ -250,22 +250,22 @@ class Killable(Protocol):
 
 
 def kill(process: Killable) -> None:
-    """The process and all it started. The sandbox's pid namespace goes with its first process."""
+    """Kill the process and everything it started. The sandbox's pid namespace ends with its first process."""
     try:
         os.killpg(process.pid, signal.SIGKILL)
     except (ProcessLookupError, PermissionError):
         process.kill()
 
 
-# Which sandbox works on this machine.
+# --- Choosing a sandbox that works on this machine ---
 
 
-OLDEST_KERNEL = (5, 14)  # counts the processes of a user by namespace
+OLDEST_KERNEL = (5, 14)  # the first that counts a user's processes per namespace
 log = logging.getLogger("opd.sandbox")
 
 
 def choose(wanted: str) -> str:
-    """`auto`, `bubblewrap`, `namespaces` or `none` -> what will be used. Refuses what does not work here, with the reason."""
+    """`auto`, `bubblewrap`, `namespaces` or `none` -> the sandbox to use. Raises RecipeError with the reasons if none works here."""
     if wanted == "none" and sys.platform == "linux":
         log.warning("sandbox: none. Code written by the model runs WITHOUT A SANDBOX, with all rights of this user.")
         return "none"
@@ -283,7 +283,7 @@ def choose(wanted: str) -> str:
 
 @cache
 def trouble(kind: str) -> str:
-    """Why this kind of sandbox cannot be used here; empty if it can. Tried for real, once."""
+    """Why this kind of sandbox cannot be used here; empty if it can. Runs a test program once."""
     if sys.platform != "linux" or seccomp.machine() is None:
         return "needs Linux on x86_64 or aarch64"
     version = re.match(r"(\d+)\.(\d+)", os.uname().release)
@@ -301,19 +301,21 @@ def trouble(kind: str) -> str:
     return "" if outcome.stdout == b"1\n" else (outcome.error or outcome.stderr.decode(errors="replace").strip())
 
 
-# How much memory a sandbox holds: all its processes together, looked at many times a second.
+# --- Memory of a sandbox: the sum over its processes, polled many times a second ---
 #
-# Cgroups would be exact, but few users may write to them; so the sum is watched, and what grows in between two looks is
-# bounded by the limit of each process. Pages that a fork shares count in each process that holds them.
+# Cgroups would be exact, but few users may write to them. Growth between two polls is bounded by the limit per process. Pages
+# that forked processes share are counted in each.
 
 
-TICK = 0.05  # seconds between two looks
-WALLS = 64 << 20  # bytes for the processes around a program: one that fills its own limit is told so, not killed
+TICK = 0.05  # seconds between two polls
+WALLS = (
+    64 << 20
+)  # bytes for the processes around a program, so that at its own limit its allocations fail and it is not killed
 PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
 def resident(root: int) -> int:
-    """Bytes of main memory that a process and all its descendants hold."""
+    """Resident memory of a process and all its descendants, in bytes."""
     total, waiting = 0, [root]
     while waiting:
         place = Path("/proc", str(waiting.pop()))
@@ -322,5 +324,5 @@ def resident(root: int) -> int:
             for thread in os.listdir(place / "task"):
                 waiting += [int(child) for child in (place / "task" / thread / "children").read_text().split()]
         except (OSError, ValueError, IndexError):
-            continue  # it has just ended
+            continue  # the process has just ended
     return total

@@ -1,17 +1,14 @@
-"""The rollout store: the only path from the sampler to the trainer, and everything of a run that must not be lost.
+"""The rollout store: the only path from the sampler to the trainer, and the durable data of a run.
 
-    files        what is asked of a disk               frames   segments, checksums, torn tail or damage
-    log          append a commit, follow the chain     records  what a commit holds
-    commit       group commit, the thread that syncs   index    one light row per rollout
-    state        index and unfinished, by replay       entries  the index, one rollout at a time
-    rollouts     `RolloutStore`, what is written       reading  what is read, and the state at opening
-    select       `store.where(…)`, Parquet             calls    calls about finished rollouts, found again
-    environment  replay of tool and sandbox calls      salvage  what can be read of a damaged log
-    repair       `opd store check|repair`              recover  finish a repair that was cut short
-    reclaim      segments that are given back
-    samplers     logs of samplers: their writer        linking  one store over them
+    log       disk operations, segments and frames, group commit
+    records   the records in a commit
+    index     one row per rollout; `store.where(…)`, Parquet
+    state     the index and the unfinished rollouts, by replay; entries of the index
+    reading   reading and recovery; sampler logs, deleted segments, interrupted repairs
+    rollouts  `RolloutStore`: writing, linking sampler logs, replay of environment calls
+    repair    `opd store check|repair`
 
-Tokens are appended as they are sampled; a rollout counts, i.e. can be read, only once its finish record is durable. See
+Tokens are appended as they are sampled. A rollout counts (can be read) only once its finish record is durable. See
 docs/durability.md for the guarantee and the format.
 """
 

@@ -1,9 +1,8 @@
-"""The light index: one row per rollout in columns, enough to find and query rollouts without touching payload.
+"""The index: one row per rollout, in columns. Rollouts can be found and queried without reading payload.
 
-It is saved beside the log as `index.bin` when a store is closed and as it grows, checksummed, and mapped when it is
-opened. It is only a shortcut: missing or damaged, it is built again from the log; behind the log, it is brought up to
-date from there. Ahead of the log it is a witness: it saw frames durable that are gone, and the store refuses to go on
-as if nothing had happened.
+It is saved next to the log as `index.bin`, with a checksum, when a store is closed and as it grows; opening maps it.
+It is only a cache: if it is missing or damaged, it is rebuilt from the log; if it is older than the log, it is
+updated from the log. If it is newer than the log, durable frames have been lost, and opening the store is an error.
 
     index.bin   magic (8) | header length u64 | header (JSON) | sections, each aligned to 64 bytes | checksum u64
 """
@@ -33,19 +32,19 @@ FORMAT = 2
 CHUNK = 8 << 20
 STOPS: tuple[str | None, ...] = (None, "stop", "length", "env")  # codes of the column `stop`; 0: unfinished
 COLUMNS = {
-    "segment": "<u4", "offset": "<u8", "size": "<u4",  # the FINISH record; unfinished: the frame of BEGIN, and 0
+    "segment": "<u4", "offset": "<u8", "size": "<u4",  # the FINISH record; if unfinished, the frame of BEGIN and 0
     "length": "<u4", "prompt_length": "<u4", "visit": "<u4", "sample": "<u4",
-    "domain": "<u4", "source": "<u4", "teacher": "<u4",  # codes of the vocabularies
+    "domain": "<u4", "source": "<u4", "teacher": "<u4",  # vocabulary codes
     "version_min": "<i4", "version_max": "<i4", "reward": "<f8", "stop": "u1",
-    "unit": "<u8",  # hash of pair or group: what an objective must see whole
+    "unit": "<u8",  # hash of the pair, group or id: an objective must see all rollouts of a unit together
 }  # fmt: skip
-LINKED = {"log": "<u4", "linked": "<u4"}  # of a FINISH in the log of a sampler: which one, and the segment of the link
+LINKED = {"log": "<u4", "linked": "<u4"}  # for a FINISH in a sampler log: the log's number, the segment of the LINK
 ATTACHED = {"rollout": "<u4", "what": "<u4", "segment": "<u4", "offset": "<u8", "size": "<u4"}  # signals, calls
 VOCABULARIES = ("domain", "source", "teacher", "what")
 
 
 class LogState(NamedTuple):
-    """What has become of the log of a sampler. It is settled where it ended; what comes behind that is nothing."""
+    """The state of a sampler log. If it is settled, with its end; anything after the end is ignored."""
 
     what: Literal["open", "settled", "gone"]
     segment: int = -1
@@ -90,7 +89,7 @@ class Table:
 
 
 class Texts:
-    """One text per row: those that were saved stay in the map, new and changed ones in memory."""
+    """One text per row. Saved texts stay in the map; new and changed ones are in memory."""
 
     def __init__(self, blob: np.ndarray | None = None, ends: np.ndarray | None = None) -> None:
         self._blob = np.zeros(0, dtype="u1") if blob is None else blob
@@ -118,7 +117,7 @@ class Texts:
 
 
 class Vocabulary:
-    """Few distinct texts, as codes. Code 0 is the empty text."""
+    """A few distinct texts, stored as codes. Code 0 is the empty text."""
 
     def __init__(self, texts: list[str] | None = None) -> None:
         self.texts = texts or [""]
@@ -139,9 +138,9 @@ class Index:
         self.rows = Table(COLUMNS | LINKED)
         self.attached = Table(ATTACHED)
         self.names = Texts()  # JSON: id, prompt_id, group, pair
-        self.facts = Texts()  # JSON: notes, except a reward that the column holds
+        self.facts = Texts()  # JSON: notes, except a reward, which has a column
         self.vocabularies = {name: Vocabulary() for name in VOCABULARIES}
-        self.logs: dict[int, LogState] = {}  # of samplers, by number; also those that are gone
+        self.logs: dict[int, LogState] = {}  # sampler logs by number, including deleted ones
 
     def __len__(self) -> int:
         return self.rows.count
@@ -187,25 +186,25 @@ class Index:
         )
 
     def link(self, row: int, facts: Mapping[str, Any], linked: int) -> None:
-        """It was finished in the log of a sampler."""
+        """Record that a rollout was finished in a sampler log."""
         names = ("log", "segment", "offset", "size", "length", "version_min", "version_max")
         self.rows.set(row, linked=linked, **{name: facts[name] for name in names}, stop=STOPS.index(facts["stop"]))
 
     def own_segments(self, count: int) -> np.ndarray:
-        """Segments of the store's own log without which these rollouts cannot be read: of finish, or begin, or link."""
+        """The segment of the store's own log that each rollout needs: that of its finish, begin or link."""
         if not self.logs:
             return self["segment"][:count]
         return np.where(self["log"][:count] > 0, self["linked"][:count], self["segment"][:count])
 
     def gone(self, count: int) -> np.ndarray:
-        """Which rollouts were in logs of samplers that were given back."""
+        """A mask of the rollouts in deleted sampler logs."""
         gone = [
             number for number, state in list(self.logs.items()) if state.what == "gone"
-        ]  # others may come meanwhile
+        ]  # a copy: more logs may be added meanwhile
         return np.isin(self["log"][:count], gone) if gone else np.zeros(count, dtype=bool)
 
     def last_linked(self, log: int) -> Place:
-        """The end of what is known to be durable in the log of a sampler."""
+        """The end of the last linked record in a sampler log. Everything up to there was durable."""
         count = len(self)
         mine = np.flatnonzero(self["log"][:count] == log)
         columns = (self[name][mine].tolist() for name in ("segment", "offset", "size"))
@@ -213,7 +212,7 @@ class Index:
         return max(ends, default=NOWHERE)
 
     def note(self, row: int, facts: Mapping[str, Any]) -> None:
-        renamed = {"reward" if key == "score" else key: value for key, value in facts.items()}  # as older runs call it
+        renamed = {"reward" if key == "score" else key: value for key, value in facts.items()}  # its name in older runs
         merged = {**self.notes(row), **renamed}
         reward = merged.get("reward")
         if isinstance(reward, (int, float)) and not isinstance(reward, bool):
@@ -239,7 +238,7 @@ class Index:
         code = self.vocabularies["what"].find(what)
         if code is None:
             return
-        count = self.attached.count  # others may be attached meanwhile
+        count = self.attached.count  # more may be attached meanwhile
         of_rows = np.isin(self.attached["rollout"][:count], rows)
         mine = np.flatnonzero((self.attached["what"][:count] == code) & of_rows)
         columns = [self.attached[name][mine].tolist() for name in ("rollout", "segment", "offset", "size")]
@@ -290,13 +289,13 @@ def _chunks(header: bytes, arrays: list[np.ndarray]) -> Iterator[bytes]:
 
 
 def load_index(path: Path) -> tuple[Index, Position] | str:
-    """The saved index and where the log then ended; or why it cannot be used."""
+    """(saved index, end of the log at that time), or why the index cannot be used."""
     found = read_index(path)
     return found if isinstance(found, str) else found[:2]
 
 
 def read_index(path: Path) -> tuple[Index, Position, dict[str, Any]] | str:
-    """With its header."""
+    """Like `load_index`, and the header."""
     if not path.is_file():
         return "missing"
     if not _whole(path):
@@ -324,7 +323,7 @@ def read_index(path: Path) -> tuple[Index, Position, dict[str, Any]] | str:
 
 
 def _whole(path: Path) -> bool:
-    """Whether the file's checksum holds; read in pieces, so that a large index does not fill the memory."""
+    """Whether the file's checksum is correct. Reads in chunks, so that a large index does not fill memory."""
     checksum, held = 0, b""
     with path.open("rb") as file:
         if file.read(len(MAGIC)) != MAGIC:
@@ -336,9 +335,9 @@ def _whole(path: Path) -> bool:
     return len(held) == 8 and struct.unpack("<Q", held)[0] == checksum
 
 
-# Queries on the index: `run.rollouts.where(domain="math", reward=0)`.
+# --- Queries on the index: `run.rollouts.where(domain="math", reward=0)` ---
 #
-# Payload is touched only by `load` and `to_parquet`.
+# Only `load`, iteration and `to_parquet` read payload.
 
 
 CODED = ("domain", "source", "teacher")
@@ -349,11 +348,11 @@ BATCH = 256  # rollouts in memory at once
 
 
 class Selection:
-    """Finished rollouts that meet conditions, oldest first. It holds row numbers, nothing else.
+    """Finished rollouts that match conditions, oldest first. It only holds row numbers.
 
-    A condition is a value to equal (`reward=None`: none was given), or a function. Of numbers it gets the whole column
-    and returns a mask (`length=lambda n: n > 100`); of texts it gets one after the other. A name that is no column is
-    looked up in the notes.
+    A condition is a value to match (`reward=None`: no reward was given), or a function. For a number, the function gets
+    the whole column and returns a mask (`length=lambda n: n > 100`); for a text, it gets one value at a time. A name
+    that is not a column is looked up in the notes.
     """
 
     def __init__(self, store: RolloutStore, rows: np.ndarray) -> None:
@@ -389,7 +388,7 @@ class Selection:
         return Selection(self._store, rows)
 
     def column(self, name: str) -> np.ndarray:
-        """One column of the index, for these rollouts; texts as objects."""
+        """One column of the index for these rollouts. Texts have dtype object."""
         index = self._store.index
         if name in NUMBERS:
             return index[name][self.rows]

@@ -1,4 +1,4 @@
-"""The segmented log: append a commit, read a record, verify the chain. It knows frames, not what is in them."""
+"""The segmented log: append a commit, read a record, verify the chain. It handles frames, not their contents."""
 
 from __future__ import annotations
 
@@ -15,20 +15,22 @@ from typing import Any, NamedTuple
 
 from opd.common.errors import StoreError
 
-# The file layer: everything the store asks of a disk. Tests put one in its place that loses what was not synced.
+# --- The file layer: every disk operation of the store ---
+#
+# Tests replace it with one that loses unsynced data.
 
 
 class AppendFile:
-    """A file that only grows at its end, or is cut back to an earlier one."""
+    """A file that can only be appended to or truncated."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW  # a link would lead to another's file
+        flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW  # a link could lead to a foreign file
         self._descriptor = os.open(path, flags, 0o644)
         self.size = os.fstat(self._descriptor).st_size
 
     def write(self, data: bytes) -> None:
-        """All of it, or an error; after an error the end of the file is unknown and has to be cut."""
+        """Write all of the data. After an error the end of the file is unknown and has to be truncated."""
         view = memoryview(data)
         while view:
             written = os.write(self._descriptor, view)
@@ -65,14 +67,14 @@ class Files:
             os.close(descriptor)
 
     def make_directory(self, path: Path) -> None:
-        """A directory whose name, and the names of all that had to be made above it, are durable."""
+        """Create a directory and its missing parents, durably."""
         missing = [part for part in (path, *path.parents) if not part.exists()]
         path.mkdir(parents=True, exist_ok=True)
         for part in reversed(missing):
             self.sync_directory(part.parent)
 
     def create(self, path: Path, chunks: Iterable[bytes]) -> None:
-        """A whole file or none: temporary name, sync, rename, sync of the directory."""
+        """Create a file atomically: temporary name, sync, rename, sync of the directory."""
         partial = path.with_name(path.name + ".partial")
         self.remove(partial)
         file = self.append(partial)
@@ -89,7 +91,7 @@ class Files:
         self.sync_directory(path.parent)
 
 
-# Segments and frames: how commits lie in a file, and how a torn tail is told from damage.
+# --- Segments and frames: the file format, and how to tell a torn tail from damage ---
 #
 # segment  header | frame | frame | …
 # header   magic (8) | format u32 | number u32 | log id (8) | chain u32 | checksum u32
@@ -97,16 +99,16 @@ class Files:
 #
 # A frame is one commit. Its checksum is a CRC-32 of length, previous and payload, seeded with the log's id; `previous`
 # is the checksum of the frame before it (of the segment's header, for the first). A header's `chain` is the last
-# checksum of the segment before. So a frame proves itself alone, and its place by the chain.
+# checksum of the segment before. So the checksum verifies a frame, and the chain verifies its position.
 #
-# The writer syncs every frame before it writes the next (`fsync: commit`), and a segment gets its name only when its
-# header is on the disk. Hence the rule: behind a frame that does not hold, one later frame that proves itself shows that
-# the bad one had been durable: damage. Nothing provable behind it, in the last segment: a torn write, which is cut.
+# The writer syncs every frame before it writes the next (`fsync: commit`), and a segment gets its name only once its
+# header is on the disk. So if a valid frame follows an invalid one, the invalid one had been durable: this is damage. If
+# none follows, in the last segment, it is a torn write, and the tail is cut.
 
 
 MAGIC = b"opd-log\n"
 FORMAT = 2
-LINKED_FORMAT = 3  # of segments that may name logs of samplers, and of these logs
+LINKED_FORMAT = 3  # for segments that may name sampler logs, and for sampler logs
 HEADER = struct.Struct("<8sII8sII")
 FRAME = struct.Struct("<IIII")
 MARKER = 0x7D0F5E9B
@@ -117,7 +119,7 @@ Buffer = bytes | memoryview | mmap.mmap
 
 
 class FormatError(StoreError):
-    """A log of a newer opd: nothing about it can be said, so nothing is called damaged."""
+    """The log was written by a newer opd. It cannot be read, so it is not reported as damaged."""
 
 
 def segment_name(number: int) -> str:
@@ -125,7 +127,7 @@ def segment_name(number: int) -> str:
 
 
 def segment_numbers(directory: Path) -> list[int]:
-    """Which segments there are, in order."""
+    """The numbers of the segments in a directory, sorted."""
     numbers = []
     for path in directory.glob("segment-*.log"):
         stem = path.stem.removeprefix("segment-")
@@ -140,7 +142,7 @@ def segment_numbers(directory: Path) -> list[int]:
 class SegmentHeader:
     number: int
     log_id: bytes
-    chain: int  # last checksum of the segment before; 0 for the first
+    chain: int  # last checksum of the previous segment; 0 for the first
     checksum: int
     format: int
 
@@ -157,7 +159,7 @@ def _head(number: int, log_id: bytes, chain: int, format: int) -> bytes:
 
 
 def read_segment_header(data: Buffer, path: Path) -> SegmentHeader:
-    """A segment without a whole header is never a torn write: it got its name after its header was durable."""
+    """A segment with a partial header is damaged, not torn: a segment is named after its header is durable."""
     if len(data) < HEADER.size:
         raise StoreError(f"{path}, byte {len(data)}: the segment's header is cut off. Try `opd store check`.")
     magic, format_version, number, log_id, chain, checksum = HEADER.unpack_from(data)
@@ -181,7 +183,7 @@ class Frame:
 
     @property
     def start(self) -> int:
-        """Where the payload begins in the file."""
+        """The payload's offset in the file."""
         return self.offset + FRAME.size
 
     @property
@@ -190,14 +192,14 @@ class Frame:
 
 
 def encode_frame(payload: bytes, previous: int, seed: int) -> tuple[bytes, int]:
-    """(frame, checksum). The payload's length is already a multiple of 8."""
+    """(frame, checksum). The payload's length must be a multiple of 8."""
     fixed = struct.pack("<II", len(payload), previous)
     checksum = zlib.crc32(payload, zlib.crc32(fixed, seed))
     return MARKER_BYTES + fixed + struct.pack("<I", checksum) + payload, checksum
 
 
 def read_frame(data: Buffer, offset: int, seed: int) -> Frame | None:
-    """The frame at an offset, or None where there is none that proves itself."""
+    """The frame at an offset, or None if there is no valid one."""
     if offset + FRAME.size > len(data):
         return None
     marker, length, previous, checksum = FRAME.unpack_from(data, offset)
@@ -211,14 +213,14 @@ def read_frame(data: Buffer, offset: int, seed: int) -> Frame | None:
 
 
 def frames(data: Buffer, offset: int, seed: int, chain: int) -> Iterator[Frame]:
-    """Frames from an offset on, as long as each proves itself and its place."""
+    """Frames starting at an offset, up to the first one that is invalid or breaks the chain."""
     while (frame := read_frame(data, offset, seed)) is not None and frame.previous == chain:
         yield frame
         chain, offset = frame.checksum, frame.end
 
 
 def next_frame(data: Buffer, offset: int, seed: int) -> Frame | None:
-    """The first frame at or behind an offset that proves itself, whatever lies between."""
+    """The first valid frame at or after an offset."""
     window = bytes(data[offset:])
     place = window.find(MARKER_BYTES)
     while place >= 0:
@@ -228,16 +230,16 @@ def next_frame(data: Buffer, offset: int, seed: int) -> Frame | None:
     return None
 
 
-# Group commit: what callers hand in is written together, at most every interval, by a thread that also syncs it.
+# --- Group commit ---
 #
-# The thread writes one frame and waits until it is durable before it takes the next, so a crash can tear one frame at
-# most. Sampling never waits for the disk; only `wait` does.
+# A thread writes and syncs added items together, at most once per interval, one frame at a time: a crash can tear at most
+# one frame. Sampling never waits for the disk; only `wait` does.
 
 
 class GroupCommit:
-    """`write` makes a list of items durable.
+    """Collects items and makes them durable in groups with `write`.
 
-    With an interval of 0 there is no thread: `wait` writes, and so does `nudge`.
+    With an interval of 0 there is no thread: `wait` and `nudge` write.
     """
 
     def __init__(self, write: Callable[[list[Any]], None], interval_s: float) -> None:
@@ -248,7 +250,7 @@ class GroupCommit:
         self._urgent = self._closing = False
         self._failure: BaseException | None = None
         self._thread: threading.Thread | None = None
-        self.writing = threading.Lock()  # who holds it sees no frame being written
+        self.writing = threading.Lock()  # held while a frame is written
 
     def add(self, item: Any) -> None:
         with self._changed:
@@ -281,7 +283,7 @@ class GroupCommit:
                 raise self._failure
 
     def close(self) -> None:
-        """Write what is left and end the thread."""
+        """Write the remaining items and stop the thread."""
         try:
             self.wait()
         finally:
@@ -293,7 +295,7 @@ class GroupCommit:
                 self._thread = None
 
     def _write_here(self) -> None:
-        with self.writing:  # before items are taken: those of two threads are written in the order they came in
+        with self.writing:  # taken before the items, so that two threads write theirs in order
             if self._failure is not None:
                 raise self._failure
             with self._changed:
@@ -302,7 +304,7 @@ class GroupCommit:
                 return
             try:
                 self._write(batch)
-            except BaseException as error:  # nothing may be written behind a frame that failed
+            except BaseException as error:  # nothing may be written after a failed frame
                 self._failure = error
                 raise
             with self._changed:
@@ -343,17 +345,17 @@ class Place(NamedTuple):
 
 
 NOWHERE = Place(-1, 0)  # before the first segment
-EMPTY = Place(0, HEADER.size)  # behind the header of the first segment
+EMPTY = Place(0, HEADER.size)  # after the header of the first segment
 
 
 @dataclass(frozen=True)
 class Position:
-    """The end of a log: what an index or a checkpoint notes, to see later that nothing before it was lost."""
+    """The end of a log. An index or a checkpoint records it, to verify later that nothing before it was lost."""
 
     segment: int
     offset: int
     checksum: int
-    frame: int  # where the last frame begins; 0: the segment has none yet
+    frame: int  # offset of the last frame; 0: the segment has none yet
     log: str  # the log's id
 
     @property
@@ -372,7 +374,7 @@ START = Position(-1, 0, 0, 0, "")
 
 
 class SegmentLog:
-    """`scan` reads it from a place on and finds its end; `open_for_writing` goes on from there."""
+    """A log of segments. `scan` reads it and finds its end; `open_for_writing` continues from there."""
 
     def __init__(
         self,
@@ -384,23 +386,23 @@ class SegmentLog:
         id: bytes = b"",
         format: int = FORMAT,
     ) -> None:
-        """`id`: that it has to have; else the one it was given when it was started. `format`: of segments that are started."""
+        """`id`: the id that the log must have; empty: any. `format`: the format of new segments."""
         self.directory, self.segment_bytes, self.sync, self.format = directory, segment_bytes, sync, format
         self._meant = id
         self._files = files
         self._maps: dict[int, Buffer] = {}
-        self._copied: list[int] | None = None  # segments that are read from memory, and no others
+        self._copied: list[int] | None = None  # if set, only these segments exist, and they are read from memory
         self._file: AppendFile | None = None
         self.id = id
-        self.first = self.chain = 0  # of a log whose first segments were given back: `opd.store.reading`
+        self.first = self.chain = 0  # the first segment that remains, and its chain: see `opd.store.reading`
         self.end = START
-        self.torn: tuple[Path, int, int] | None = None  # file, byte and length of a tail that a torn write left
+        self.torn: tuple[Path, int, int] | None = None  # file, byte and length of a torn tail
         self.failure: StoreError | None = None
 
     # Opening
 
     def segments(self) -> int:
-        """One more than the number of the last segment; a gap in their numbers is an error."""
+        """The number of the last segment plus one. A gap in the numbers is an error."""
         found = segment_numbers(self.directory) if self._copied is None else self._copied
         numbers = [number for number in found if number >= self.first]
         if self.first and not numbers:
@@ -417,10 +419,7 @@ class SegmentLog:
         return self.first + len(numbers)
 
     def scan(self, start: Position = START) -> Iterator[tuple[int, Frame]]:
-        """(segment, frame) from a known end of the log on.
-
-        Every checksum is verified, every link of the chain followed.
-        """
+        """(segment, frame) from `start` to the end. Verifies every checksum and every link of the chain."""
         count = self.segments()
         if start is not START:
             self.end = start
@@ -438,7 +437,7 @@ class SegmentLog:
             self._tail(number, data, last=number == count - 1)
 
     def holds(self, position: Position) -> bool:
-        """Whether the log has the very frame that ended at this position."""
+        """Whether the log contains the exact frame that ended at this position."""
         if position.segment < 0:
             return True
         count = self.segments()
@@ -455,7 +454,7 @@ class SegmentLog:
         return frame is not None and (frame.end, frame.checksum) == (position.offset, position.checksum)
 
     def before(self, place: Place) -> Position:
-        """The end of the log as it was when the frame at this place was written."""
+        """The end of the log just before the frame at this place was written."""
         frame = read_frame(self.map(place.segment), place.offset, self.seed)
         if frame is None:
             raise StoreError(
@@ -476,7 +475,7 @@ class SegmentLog:
         return header
 
     def _tail(self, number: int, data: Buffer, last: bool) -> None:
-        """What lies behind the last good frame: nothing, a torn write (cut before writing goes on), or damage."""
+        """Check the bytes after the last good frame: nothing, a torn write (cut before the next write), or damage."""
         offset, path = self.end.offset, self.path(number)
         if offset == len(data):
             return
@@ -494,7 +493,7 @@ class SegmentLog:
         return self.directory / segment_name(number)
 
     def map(self, number: int, size: int = 0) -> Buffer:
-        """A segment, mapped; mapped again once it has grown beyond `size`."""
+        """A memory map of a segment. It is mapped again if the known map is shorter than `size`."""
         known = self._maps.get(number)
         if known is not None and len(known) >= max(size, 1):
             return known
@@ -505,10 +504,10 @@ class SegmentLog:
         except FileNotFoundError:
             raise StoreError(f"{self.path(number)}, byte 0: the segment is missing.") from None
         self._maps[number] = found
-        return found  # another thread may have put a shorter one there meanwhile
+        return found  # not `self._maps[number]`: another thread may have stored a shorter one
 
     def copy_in(self) -> None:
-        """Read all of it into memory, then sync that: a log that a process of its own has written, which may not be gone yet."""
+        """Read the log into memory, then sync its files. Its writer is another process, which may still be running."""
         self._copied = segment_numbers(self.directory)
         for number in self._copied:
             self._maps[number] = self.path(number).read_bytes()
@@ -521,9 +520,9 @@ class SegmentLog:
     # Writing
 
     def open_for_writing(self) -> None:
-        """Cut a torn tail, remove half-made files, and go on behind the last good frame; or start the first segment.
+        """Cut a torn tail, remove partial files, and continue after the last good frame; or start the first segment.
 
-        What is there is synced first: a process that was killed may have left it to the operating system alone.
+        Existing data is synced first, since a killed process may have left it unsynced.
         """
         try:
             self._files.make_directory(self.directory)
@@ -544,9 +543,9 @@ class SegmentLog:
             raise self._fail(error, self.end.offset) from error
 
     def append(self, payload: bytes, format: int = FORMAT) -> Place:
-        """Write one frame and sync it; returns where its payload begins. Nothing durable is touched if that fails.
+        """Write one frame and sync it; returns the place of its payload. A failure changes nothing durable.
 
-        `format`: that its segment has to have at least; a new one is started where it has not.
+        `format`: the minimum format of its segment; if the current segment has a lower one, a new one is started.
         """
         if self.failure is not None:
             raise self.failure
@@ -567,7 +566,7 @@ class SegmentLog:
         return Place(self.end.segment, self.end.offset - len(payload))
 
     def give_back(self, first: int) -> None:
-        """Remove the segments before this one. What stands for them is durable."""
+        """Delete the segments before `first`. Their replacement (`base.bin`) must be durable."""
         if gone := [number for number in segment_numbers(self.directory) if number < first]:
             self.first, self.chain = first, self.header(first, self.map(first)).chain
             for number in gone:
@@ -576,7 +575,7 @@ class SegmentLog:
             self._files.sync_directory(self.directory)
 
     def _start_segment(self, number: int, chain: int) -> None:
-        """The one before is whole and synced; the new one gets its name only with its header on the disk."""
+        """Sync the previous segment, then create the new one atomically with its header."""
         header = SegmentHeader.make(number, self.id, chain, self.format)
         if self._file is not None:
             self._file.sync()
@@ -591,7 +590,7 @@ class SegmentLog:
         return zlib.crc32(self.id)
 
     def _fail(self, error: OSError, offset: int) -> StoreError:
-        """Take back the torn frame, so that the file can be opened, and refuse all further writing."""
+        """Truncate the torn frame, so that the file can be opened, and block all further writes."""
         path = self.path(max(self.end.segment, 0))
         try:
             if self._file is not None and self._file.size > self.end.offset:
@@ -612,7 +611,7 @@ class SegmentLog:
         return self.failure
 
     def flush(self) -> None:
-        """Sync what was written, whatever the policy."""
+        """Sync what was written, whatever the `fsync` setting."""
         if self._file is not None and self.failure is None:
             try:
                 self._file.sync()

@@ -1,4 +1,4 @@
-"""Reading a log: rollouts, what was said of them, and how a store finds its state when it is opened."""
+"""Reading a log: rollouts, their signals and calls, and the recovery of the store's state on opening."""
 
 from __future__ import annotations
 
@@ -36,28 +36,28 @@ if TYPE_CHECKING:
 
 
 INDEX = "index.bin"
-LOGS_AT_ONCE = 64  # of samplers, that are mapped
+LOGS_AT_ONCE = 64  # sampler logs that are mapped at the same time
 
 
 class StoreReader:
-    """The half of `RolloutStore` that writes nothing."""
+    """The read-only part of `RolloutStore`."""
 
     directory: Path
     index: Index
     entries: Entries
     _log: SegmentLog
-    _samplers: dict[int, SegmentLog]  # those of samplers that were read from
+    _samplers: dict[int, SegmentLog]  # sampler logs opened for reading
     _state: State
     _commit: GroupCommit
     _read_only: bool
     _closed: bool
 
     def load(self, ids: Iterable[str]) -> list[Rollout]:
-        """Finished rollouts, copied out of the map; waits until their finish is durable."""
+        """Load finished rollouts, as copies. Waits until their finish is durable."""
         return self.load_rows([self.entries.number(id) for id in ids])
 
     def load_rows(self, rows: Iterable[int]) -> list[Rollout]:
-        """As `load`, by row of the index."""
+        """Like `load`, by row of the index."""
         self._settle()
         return [self._rollout(int(row)) for row in rows]
 
@@ -79,7 +79,7 @@ class StoreReader:
         return Selection(cast("RolloutStore", self), self.readable()).where(**conditions)
 
     def __iter__(self) -> Iterator[Rollout]:
-        """Every rollout that `readable` tells of, oldest first; a few are in memory at once."""
+        """Every readable rollout, oldest first. Only a few are in memory at once."""
         return iter(self.where())
 
     @overload
@@ -87,29 +87,29 @@ class StoreReader:
     @overload
     def __getitem__(self, place: slice) -> Selection: ...
     def __getitem__(self, place: int | slice) -> Rollout | Selection:
-        """In the order of iteration."""
+        """Rollouts by their place in iteration order."""
         return self.where()[place]
 
     def readable(self) -> np.ndarray:
-        """Rows of the index whose rollouts are finished, and whose tokens were not given back."""
-        count = len(self.index)  # others may begin meanwhile
+        """Rows of the index whose rollouts are finished, and whose tokens were not deleted."""
+        count = len(self.index)  # more rollouts may begin meanwhile
         kept = (self.index.own_segments(count) >= self._log.first) & ~self.index.gone(count)
         return np.flatnonzero((self.index["stop"][:count] != 0) & kept)
 
     def unfinished(self) -> list[str]:
-        """Ids of rollouts that were begun and not finished, oldest first."""
+        """Ids of unfinished rollouts, oldest first."""
         self._settle()
         return [live.names["id"] for live in list(self._state.live.values())]
 
     def signals(self, ids: Iterable[str], role: str, kind: SignalKind) -> dict[str, Signal]:
-        """What teachers said of these rollouts, where it was kept; the newest, if they were asked twice."""
+        """The stored signals of these rollouts, by id. If a rollout was scored twice, the newest."""
         self._settle()
         wanted = {self.entries.number(id): id for id in ids}
         kept: dict[str, Signal] = {}
         rows = np.array(list(wanted), dtype=np.int64)
         for row, place, size in self._state.index.find_attached(rows, f"{role}/{kind}"):
             if place.segment < self._log.first:
-                continue  # given back
+                continue  # deleted
             record = self._read(place, size)
             values, mask = records.signal_values(record)
             facts = record.facts
@@ -119,25 +119,25 @@ class StoreReader:
         return kept
 
     def environment(self, id: str) -> list[EnvironmentRecord]:
-        """The calls a rollout made to its environment, in order."""
+        """A rollout's environment calls, in order."""
         return [record for _, record in self.calls([self.entries.number(id)])]
 
     def calls(self, rows: Iterable[int]) -> Iterator[tuple[int, EnvironmentRecord]]:
-        """The calls of these rows of the index, in the order they were logged."""
+        """(row, call) of these rows of the index, in the order they were logged."""
         self._settle()
         for row, place, size in self._state.index.find_attached(np.array(list(rows), dtype=np.int64), ENVIRONMENT):
             yield row, EnvironmentRecord(**self._read(place, size).facts)
 
     @property
     def position(self) -> Position:
-        """The durable end of the log. A checkpoint keeps it, and asks with `require` when it is loaded."""
+        """The durable end of the log. A checkpoint stores it, and passes it to `require` when it is loaded."""
         self._settle()
         return self._log.end
 
     def require(self, position: Position, who: str, other: str = "") -> None:
-        """Refuse a log that has lost what was durable when `who` was written.
+        """Raise an error if the log has lost data that was durable when `who` was written.
 
-        A repaired log says itself what it lost.
+        A repaired log is accepted, since the repair has reported its losses.
         """
         if self._log.holds(position) or position.log == self._repaired_from():
             return
@@ -179,11 +179,11 @@ class StoreReader:
         log = log or self._log
         data = log.map(place.segment, place.offset + size)
         if log is not self._log:
-            log.header(place.segment, data)  # or it is another log's
+            log.header(place.segment, data)  # raises an error if it belongs to another log
         return records.decode_record(data, place.offset, str(log.path(place.segment)))
 
     def _sampler(self, number: int) -> SegmentLog:
-        """The log of a sampler, to read from. Few at a time: each map of a segment holds a descriptor."""
+        """A sampler log, opened for reading. Only a few stay open, since each segment's map holds a file descriptor."""
         log = self._samplers.get(number)
         if log is None:
             for other in list(self._samplers)[: max(len(self._samplers) + 1 - LOGS_AT_ONCE, 0)]:
@@ -195,9 +195,9 @@ class StoreReader:
     # Recovery
 
     def _recover(self) -> tuple[str, State]:
-        """(what became of the saved index, the state of the log).
+        """(status of the saved index, state of the log).
 
-        A writer verifies every frame, a reader what is new.
+        A writer verifies every frame, a reader only the new ones.
         """
         path = self.directory / INDEX
         loaded, base = load_index(path), load_base(self.directory)
@@ -227,13 +227,11 @@ class StoreReader:
         return was or ("behind" if self._log.end != end else "whole"), state
 
 
-# Logs of samplers: what a process that samples beside the trainer writes, in a directory of its own below the store's.
+# --- Sampler logs: rollouts/sampler-000001/segment-000000.log, … ---
 #
-# rollouts/sampler-000001/segment-000000.log, …
-#
-# Each is written once, by one process: BEGIN, TOKENS and FINISH, of rollouts that the store has begun and under the store's numbers. Nobody
-# opens it again to go on with it, or cuts its torn tail. What in it counts is said by the store's own log alone (LINK and LOG, see
-# `store.linking`). Its id follows from that log's, so one that belongs elsewhere shows.
+# Each is written once, by one sampler process: BEGIN, TOKENS and FINISH records with the store's rollout numbers. It is never
+# continued, and its torn tail is never cut. The store's own log says what in it counts (LINK and LOG, see `LinkingStore`).
+# Its id is derived from that log's id, so a foreign log is detected.
 
 
 FOLDER = "sampler-"
@@ -244,25 +242,25 @@ def folder_of(store: Path, number: int) -> Path:
 
 
 def numbers_in(store: Path) -> list[int]:
-    """Which of them are there: those that anything was written into."""
+    """The numbers of sampler logs that have at least one segment."""
     names = [path.name.removeprefix(FOLDER) for path in store.glob(f"{FOLDER}*") if segment_numbers(path)]
     return sorted(int(name) for name in names if name.isdigit())
 
 
 def id_of(store: bytes, number: int) -> bytes:
-    """`store`: the id of its own log."""
+    """The id of a sampler log. `store`: the id of the store's own log."""
     return hashlib.blake2b(store + number.to_bytes(4, "little"), digest_size=8).digest()
 
 
 def link_facts(log: int, place: Place, size: int, stop: str, versions: np.ndarray) -> dict[str, Any]:
-    """What a LINK record says of a FINISH in this log."""
+    """The facts of a LINK record about a FINISH in this log."""
     low, high = (int(versions.min()), int(versions.max())) if versions.size else (-1, -1)
     facts = {"log": log, "segment": place.segment, "offset": place.offset, "size": size, "stop": stop}
     return {**facts, "length": int(versions.size), "version_min": low, "version_max": high}
 
 
 class SamplerLog:
-    """The writer. Tokens wait for the group commit as those of the store do."""
+    """Writes a sampler log. Tokens wait for the group commit, as in the store."""
 
     def __init__(
         self,
@@ -289,14 +287,14 @@ class SamplerLog:
     def begin(
         self, number: int, names: Mapping[str, Any], prompt_ids: np.ndarray, columns: Sequence[np.ndarray] | None = None
     ) -> None:
-        """A rollout of the store. `columns`: tokens that there are of it already."""
+        """Begin a rollout of the store. `columns`: its existing tokens."""
         live = self._live[number] = Live(number, dict(names), np.array(prompt_ids, dtype=np.int32))
         self._commit.add(Waiting(records.BEGIN, number, records.begin(number, live.names, live.prompt_ids)))
         if columns is not None:
             self.append(np.full(columns[0].size, number), columns)
 
     def append(self, numbers: np.ndarray | Sequence[int], columns: Sequence[Any]) -> None:
-        """Tokens of whichever rollouts: `records.COLUMNS`."""
+        """Add tokens of any rollouts. `columns`: as in `records.COLUMNS`."""
         rows = np.empty(len(numbers), dtype=PACKED)
         rows["rollout"] = numbers
         for (name, _), column in zip(COLUMNS, columns, strict=True):
@@ -308,14 +306,14 @@ class SamplerLog:
         self._commit.add(Waiting(records.FINISH, number, facts=stop, live=self._live[number]))
 
     def commit(self, sync: bool = False) -> None:
-        """Ask for a group commit; with `sync`, wait until everything so far is durable."""
+        """Request a group commit; with `sync`, wait until everything so far is durable."""
         if sync:
             self._commit.wait()
         else:
             self._commit.nudge()
 
     def links(self, numbers: Iterable[int]) -> list[tuple[int, dict[str, Any]]]:
-        """Where these are, which are finished and durable; to be asked once."""
+        """(number, link facts) of finished, durable rollouts. Each can be asked for once."""
         return [(number, self._links.pop(number)) for number in numbers]
 
     def close(self) -> None:
@@ -339,7 +337,7 @@ class SamplerLog:
 
 @dataclass
 class Held:
-    """What such a log has of one rollout: all of it, or a beginning."""
+    """One rollout in a sampler log, finished or not."""
 
     names: Mapping[str, Any]
     finish: Record | None = None
@@ -347,7 +345,7 @@ class Held:
     live: Live | None = None
 
     def tokens(self) -> Mapping[str, np.ndarray]:
-        """Its columns."""
+        """Its tokens, by column."""
         if self.finish is not None:
             return records.finished_arrays(self.finish)
         assert self.live is not None
@@ -355,13 +353,13 @@ class Held:
         return {name: packed[name] for name, _ in COLUMNS}
 
     def extends(self, ours: np.ndarray) -> bool:
-        """Whether it begins with these tokens, `PACKED`, bit for bit."""
+        """Whether its tokens begin with `ours` (`PACKED`), bit for bit."""
         theirs = self.tokens()
         return all(ours[name].tobytes() == theirs[name][: ours.size].tobytes() for name, _ in COLUMNS)
 
 
 def held_in(log: SegmentLog) -> dict[int, Held]:
-    """By the store's numbers; what it finds wrong on the way is refused."""
+    """The rollouts of a sampler log, by the store's numbers. Damage raises an error."""
     found: dict[int, Held] = {}
     live: dict[int, Live] = {}
     for segment, frame in log.scan():
@@ -380,13 +378,11 @@ def held_in(log: SegmentLog) -> dict[int, Held]:
     return found
 
 
-# Segments that are given back: `base.bin` stands for what they held.
+# --- Deleted segments: `base.bin` replaces them ---
 #
-# It is an index like `index.bin`, saved before the first of them is removed, with the number of the first segment that stays and the
-# checksum that it follows. Rows of rollouts in removed segments stay in the index; their tokens are gone. Killed between the two,
-# segments are left over that nobody needs: the next writer removes them.
-#
-# Logs of samplers go whole: a record in the store's own log says so first.
+# It is an index like `index.bin`, saved before any segment is deleted, with the number of the first remaining segment and the
+# checksum before it. The index keeps rows of deleted rollouts. If the process is killed in between, the next writer deletes
+# the rest. Sampler logs are deleted whole, after a record in the store's own log.
 
 
 BASE = "base.bin"
@@ -394,8 +390,8 @@ BASE = "base.bin"
 
 @dataclass(frozen=True)
 class Base:
-    first: int  # the first segment that stays
-    chain: int  # the last checksum of the one before it
+    first: int  # the first remaining segment
+    chain: int  # the last checksum of the segment before it
     index: Index
     end: Position
 
@@ -418,13 +414,13 @@ def needed_rows(index: Index, boundary: int) -> np.ndarray:
 
 
 def logs_not_needed(index: Index, boundary: int) -> list[int]:
-    """Logs of samplers that are settled, and in which no rollout from number `boundary` on was finished."""
+    """Settled sampler logs in which no rollout from number `boundary` on was finished."""
     needed = set(np.unique(index["log"][needed_rows(index, boundary)]).tolist())
     return [number for number, state in index.logs.items() if state.what == "settled" and number not in needed]
 
 
 def first_needed(index: Index, boundary: int, last: int) -> int:
-    """The first segment with anything about rollouts from number `boundary` on, or unfinished ones, or calls; at most `last`."""
+    """The first segment that is still needed: by rollouts from `boundary` on, unfinished ones or calls; at most `last`."""
     needed = needed_rows(index, boundary)
     calls = index.vocabularies["what"].find("environment")
     attached = needed[index.attached["rollout"]] | (index.attached["what"] == (-1 if calls is None else calls))
@@ -432,12 +428,10 @@ def first_needed(index: Index, boundary: int, last: int) -> int:
     return int(min([last, *(found.min() for found in segments if found.size)]))
 
 
-# A repair that was cut short: the clean log is whole, and only its name is missing.
+# --- Finishing an interrupted repair ---
 #
-# `repair` writes the clean log beside the damaged one, with `repaired.json` as the last of its files, renames the
-# damaged one out of the way, and renames the clean one into its place. Killed before, nothing has changed; killed
-# between the two, either of the names `rollouts` and `rollouts.repaired` holds a whole log, and the next one who opens
-# it does the last step.
+# `repair` writes a clean log (`repaired.json` last), renames the damaged one away, then renames the clean one into its place.
+# If it is killed between the two renames, the next process that opens the log does the last rename.
 
 
 REPAIRED = "repaired.json"  # written by `opd store repair`: the log it came from, and what was lost
@@ -449,13 +443,13 @@ def repaired_name(directory: Path) -> Path:
 
 
 def pending_repair(directory: Path) -> Path | None:
-    """The clean log that has yet to get this name."""
+    """The clean log that an interrupted repair has not yet renamed to this directory."""
     clean = repaired_name(directory)
     return clean if not directory.exists() and (clean / REPAIRED).is_file() else None
 
 
 def finish_repair(directory: Path) -> None:
-    """Do what a repair that was killed left to do. Refuses to begin a new log beside a damaged one."""
+    """Finish an interrupted repair. Raises an error if only a damaged log is left, so that no new log is started."""
     clean = pending_repair(directory)
     if clean is not None:
         os.rename(clean, directory)

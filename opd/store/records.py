@@ -1,18 +1,18 @@
-"""What a frame holds: records, one after the other, each with facts (JSON) and arrays.
+"""The records in a frame, one after another, each with facts (JSON) and arrays.
 
     record   kind u8, 3 zero bytes | number u32 | facts u32 | body u32 | checksum u32 | 0 u32 | facts | arrays
 
-`number` is the rollout's (of TOKENS: the count of rows). Facts and every array are padded to 8 bytes, so arrays can be
-used where they are mapped. The record's own checksum is what a reader checks who comes for one rollout alone.
+`number` is the rollout's number (in TOKENS: the count of rows). Facts and every array are padded to 8 bytes, so arrays can
+be used in place in the memory map. The record's checksum is for readers of a single rollout, who do not read the frame.
 
     BEGIN         names, prompt_ids                          a rollout exists
-    TOKENS        rows of whichever rollouts, column by column
-    FINISH        names, stop, prompt_ids, all its columns   from here on it counts; whole in itself, one place to read
-    NOTE          facts that came later, such as a reward
-    SIGNAL        a teacher's answer
+    TOKENS        rows of any rollouts, column by column
+    FINISH        names, stop, prompt_ids, all its columns   from here on it counts; complete in a single record
+    NOTE          later facts, such as a reward
+    SIGNAL        a teacher's scores
     ENVIRONMENT   order, call, result
-    LINK          where the log of a sampler has its FINISH, and what the index knows of it
-    LOG           what has become of the log of a sampler; `number` is the log's
+    LINK          the place of its FINISH in a sampler log, and the facts for the index
+    LOG           the state of a sampler log; `number` is the log's number
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ KINDS = {
 RECORD = struct.Struct("<B3xIIIII")
 CHECKED = struct.Struct("<BIII")
 
-COLUMNS: tuple[tuple[str, str], ...] = (  # of a token, beside the rollout it belongs to; as in `Rollout`
+COLUMNS: tuple[tuple[str, str], ...] = (  # per token, besides its rollout; as in `Rollout`
     ("response_ids", "<i4"),
     ("logprob", "<f4"),
     ("logprob_sampled", "<f4"),
@@ -57,8 +57,8 @@ COLUMNS: tuple[tuple[str, str], ...] = (  # of a token, beside the rollout it be
 )
 ROW_COLUMNS: tuple[tuple[str, str], ...] = (("rollout", "<u4"), *COLUMNS)
 Row = tuple[int, int, float, float, float, int, int]  # a token in memory: the values of ROW_COLUMNS
-Columns = dict[str, np.ndarray]  # many of them, read from a log: ROW_COLUMNS
-PACKED = np.dtype([(name, kind) for name, kind in ROW_COLUMNS], align=True)  # in memory, one behind the other
+Columns = dict[str, np.ndarray]  # many tokens, read from a log: ROW_COLUMNS
+PACKED = np.dtype([(name, kind) for name, kind in ROW_COLUMNS], align=True)  # many tokens in memory, row by row
 
 
 @dataclass(frozen=True)
@@ -68,10 +68,10 @@ class Record:
     facts: dict[str, Any]
     data: memoryview  # the arrays
     offset: int  # of the record in its segment
-    size: int  # of the record, all of it
+    size: int  # of the whole record
 
     def arrays(self, layout: Sequence[tuple[str, str, Sequence[int]]]) -> dict[str, np.ndarray]:
-        """Arrays of a known layout (name, dtype, shape), as views on the map."""
+        """Arrays of a known layout (name, dtype, shape), as views of the memory map."""
         found, start = {}, 0
         for name, dtype, shape in layout:
             count = math.prod(shape)
@@ -89,7 +89,7 @@ def encode_record(kind: int, number: int, facts: Mapping[str, Any] | None, array
 
 
 def decode_record(data: Buffer, offset: int, where: str) -> Record:
-    """The record at an offset of a segment; its checksum is verified."""
+    """The record at an offset of a segment. Verifies its checksum."""
     if offset + RECORD.size > len(data):
         raise StoreError(f"{where}, byte {offset}: the file ends before this record does.")
     kind, number, size, length, checksum, _ = RECORD.unpack_from(data, offset)
@@ -102,7 +102,7 @@ def decode_record(data: Buffer, offset: int, where: str) -> Record:
 
 
 def split(payload: memoryview, start: int) -> Iterator[Record]:
-    """The records of a frame that has proved itself, whose payload begins at `start` in the file."""
+    """The records of a verified frame. `start`: the payload's offset in the file."""
     at = 0
     while at < len(payload):
         kind, number, size, length, _, _ = RECORD.unpack_from(payload, at)
@@ -119,7 +119,7 @@ def require_known(record: Record, path: Path) -> None:
         )
 
 
-# One function per kind
+# --- One function per kind of record ---
 
 
 def begin(number: int, names: Mapping[str, Any], prompt_ids: np.ndarray) -> bytes:
@@ -131,7 +131,7 @@ def prompt_of(record: Record) -> np.ndarray:
 
 
 def packed(items: Sequence[Row | np.ndarray]) -> np.ndarray:
-    """Single tokens and pieces of many, in their order, `PACKED`."""
+    """Single tokens and arrays of tokens, joined in order, `PACKED`."""
     return one_behind_the_other(
         [
             part
@@ -142,14 +142,14 @@ def packed(items: Sequence[Row | np.ndarray]) -> np.ndarray:
 
 
 def one_behind_the_other(parts: Sequence[np.ndarray]) -> np.ndarray:
-    """As bytes: numpy would go through them field by field."""
+    """Concatenate as bytes, since numpy would copy field by field."""
     if len(parts) == 1:
         return parts[0]
     return np.concatenate([part.view("u1") for part in parts]).view(PACKED)
 
 
 def tokens(rows: np.ndarray) -> bytes:
-    """`rows`: of whichever rollouts, `PACKED`."""
+    """`rows`: tokens of any rollouts, `PACKED`."""
     return encode_record(TOKENS, rows.size, None, [rows[name] for name, _ in ROW_COLUMNS])
 
 
@@ -188,7 +188,7 @@ def signal(number: int, facts: Mapping[str, Any], values: np.ndarray | TopK, mas
 
 
 def signal_values(record: Record) -> tuple[np.ndarray | TopK, np.ndarray]:
-    """(values, mask), copied out of the map."""
+    """(values, mask), as copies."""
     arrays = {name: np.array(array) for name, array in record.arrays(record.facts["arrays"]).items()}
     mask = arrays.pop("mask")
     if "values" in arrays:

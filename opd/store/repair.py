@@ -1,4 +1,4 @@
-"""`opd store check` and `opd store repair`: what a log holds, where it is damaged, and saving the rest."""
+"""`opd store check` and `opd store repair`: report what a log holds and where it is damaged, and save the rest."""
 
 from __future__ import annotations
 
@@ -49,20 +49,20 @@ from opd.store.records import COLUMNS, ROW_COLUMNS, Record, Row
 from opd.store.rollouts import INDEX, RolloutStore
 from opd.store.state import names_of
 
-BATCH = 1000  # rollouts rewritten between two commits
+BATCH = 1000  # rollouts rewritten per commit
 
 
 @dataclass
 class Saved:
-    """What is left of one rollout. Whole: its finish record, or its begin and every token up to the first damage."""
+    """The remaining records of one rollout: its finish record, or its begin and every token up to the first damage."""
 
     begin: Record | None = None
     rows: list[Row] = field(default_factory=list)
     finish: Record | None = None
     later: list[Record] = field(default_factory=list)  # notes and signals
     calls: dict[int, Record] = field(default_factory=dict)
-    interrupted: bool = False  # damage since it began: tokens behind it may not be the next ones
-    link: Record | None = None  # to its finish record in the log of a sampler
+    interrupted: bool = False  # the log is damaged after its begin, so tokens after the damage may not be the next ones
+    link: Record | None = None  # to its finish record in a sampler log
     place: Place = NOWHERE  # of the finish record
 
 
@@ -76,10 +76,10 @@ class Report:
     torn: Damage | None = None
     index: str = ""
     rollouts: dict[int, Saved] = field(default_factory=dict)
-    logs: dict[int, LogState] = field(default_factory=dict)  # of samplers: what this log says of them
+    logs: dict[int, LogState] = field(default_factory=dict)  # states of sampler logs, according to this log
     samplers: dict[int, Report] = field(default_factory=dict)
-    saved: Index | None = None  # what the saved index says
-    given_back: set[int] = field(default_factory=set)  # numbers of rollouts whose tokens are gone on purpose
+    saved: Index | None = None  # the saved index
+    given_back: set[int] = field(default_factory=set)  # numbers of rollouts whose tokens were deleted on purpose
 
     @property
     def finished(self) -> int:
@@ -110,7 +110,7 @@ class Report:
 
 
 def find_log(run: Path) -> Path:
-    """The log of a run directory, or the directory itself if it is one. It may still have the name a repair gave it."""
+    """The log of a run directory, or the directory itself if it is a log. An unfinished repair may have renamed it."""
     if run.resolve().name.startswith(FOLDER) and any(run.resolve().parent.glob("segment-*.log")):
         raise RunDirectoryError(
             f"{run}: this is the log of a sampler, a part of the rollout log above it. Name the run instead."
@@ -123,7 +123,7 @@ def find_log(run: Path) -> Path:
 
 
 def check_log(run: Path) -> Report:
-    """Verify every byte of a run's log, and of its samplers'. Touches nothing; the run may be alive."""
+    """Verify every byte of a run's log and of its sampler logs. Read-only; the run may be alive."""
     salvage = Salvage(find_log(run))
     report = _checked(salvage)
     report.index, report.saved = salvage.index, salvage.saved
@@ -132,7 +132,7 @@ def check_log(run: Path) -> Report:
 
 
 def _checked(salvage: Salvage, until: Place | None = None) -> Report:
-    """One log. `until`: what comes behind this is nothing."""
+    """Check one log. Everything from `until` on is ignored."""
     report = Report(salvage.directory)
     for number in salvage.numbers:
         path = salvage.log.path(number)
@@ -180,16 +180,16 @@ def _collect(report: Report, record: Record, segment: int) -> None:
         saved.later.append(record)
 
 
-STATES = ("open", "settled", "gone")  # a log of a sampler goes through them in this order
+STATES = ("open", "settled", "gone")  # a sampler log goes through them in this order
 
 
 def join_samplers(report: Report, salvage: Salvage) -> None:
-    """To what the store's own log says of rollouts, what the logs of samplers hold of them, by the same numbers."""
+    """Add the contents of the sampler logs to the report of the store's own log."""
     for index in (None if salvage.base is None else salvage.base.index, salvage.saved):
         for number, state in (index.logs if index is not None else {}).items():
-            known = report.logs.get(number, state)  # what the log said may be damaged
+            known = report.logs.get(number, state)  # the log's own record of it may be damaged
             report.logs[number] = max(known, state, key=lambda found: STATES.index(found.what))
-    ends: dict[int, Place] = {}  # of what is linked in each log
+    ends: dict[int, Place] = {}  # the end of the last linked rollout in each log
     for facts in (saved.link.facts for saved in report.rollouts.values() if saved.link is not None):
         end = Place(facts["segment"], facts["offset"] + facts["size"])
         ends[facts["log"]] = max(end, ends.get(facts["log"], NOWHERE))
@@ -206,9 +206,9 @@ def join_samplers(report: Report, salvage: Salvage) -> None:
 
 
 def _judge(report: Report, salvage: Salvage, unknown: set[int], strangers: Mapping[int, str]) -> None:
-    """What of the logs of samplers is damaged, and what the store's own log must have lost, since it does not know it.
+    """Report damage in sampler logs, and rollouts that the store's own log must have lost since it does not know them.
 
-    A run that is alive has gone on since that was read: it is read once more before anything is said.
+    A live run may have written more in the meantime, so the log is read again first.
     """
     unfound = [saved.link for saved in report.rollouts.values() if saved.link is not None and saved.finish is None]
     damaged = [number for number, log in report.samplers.items() if log.damages]
@@ -221,14 +221,14 @@ def _judge(report: Report, salvage: Salvage, unknown: set[int], strangers: Mappi
         begun = newer.rollouts.get(row, Saved()).begin
         if begun is None or begun.facts["id"] != name:
             lost.append(f"rollout {name}, which a sampler has, was begun here")
-    if lost and not report.damages:  # else that is where
+    if lost and not report.damages:  # otherwise the loss is explained by the damage
         path = salvage.log.path(max(salvage.numbers, default=0))
         size = path.stat().st_size if path.is_file() else 0
         report.damages.append(Damage(path, size, 0, f"{lost[0]}, and is lost"))
     gone = {number for number, state in newer.logs.items() if state.what == "gone"}
     for link in unfound:
         number, segment = link.facts["log"], segment_name(link.facts["segment"])
-        if number not in gone and number not in damaged:  # or it was said already
+        if number not in gone and number not in damaged:  # not yet reported
             path, why = folder_of(report.directory, number) / segment, f"rollout {link.number} was finished here"
             report.damages.append(Damage(path, link.facts["offset"], link.facts["size"], why))
     for number in damaged:
@@ -246,7 +246,10 @@ def _given_back(report: Report, salvage: Salvage) -> set[int]:
 
 
 def _join(report: Report, number: int, state: LogState, salvage: Salvage, seen: Place) -> dict[int, str]:
-    """Rollouts that the store's own log does not know. `salvage`: of that. `seen`: what was durable in this one."""
+    """Merge one sampler log into the report. Returns rollouts that the store's own log does not know, as row -> id.
+
+    `salvage`: of the store's own log. `seen`: the end of what was durable in this sampler log.
+    """
     folder, own = folder_of(report.directory, number), id_of(salvage.log.id, number)
     strangers: dict[int, str] = {}
     if state.what == "settled" and seen <= EMPTY:
@@ -279,7 +282,7 @@ def _join(report: Report, number: int, state: LogState, salvage: Salvage, seen: 
 
 
 def _known_name(report: Report, salvage: Salvage, row: int) -> str | None:
-    """What the store calls this rollout, by its log or by an index: the segment of its begin may be given back."""
+    """The id of a row, from the store's log or from an index, since the segment of its begin may be deleted."""
     saved = report.rollouts.get(row, Saved())
     for record in (saved.begin, saved.finish):
         if record is not None:
@@ -291,7 +294,7 @@ def _known_name(report: Report, salvage: Salvage, row: int) -> str | None:
 
 
 def _same(saved: Saved, found: Saved) -> bool:
-    """Whether what the log of a sampler has begins as what the store has; by tokens and versions."""
+    """Whether the sampler log's tokens and versions begin with those of the store."""
     rows = [(row[1], row[5]) for row in found.rows]
     if found.finish is not None:
         columns = records.finished_arrays(found.finish)
@@ -300,7 +303,7 @@ def _same(saved: Saved, found: Saved) -> bool:
 
 
 def repair(run: Path) -> list[str]:
-    """Write a clean log of all that is whole and put it in the old one's place; the old one stays beside it."""
+    """Write everything intact to a clean log and put it in the place of the old one, which is kept next to it."""
     for place in (run / "rollouts", run):
         finish_repair(place)
     report = check_log(run)
@@ -320,7 +323,7 @@ def repair(run: Path) -> list[str]:
     note = {"from": Salvage(source).log.id.hex(), "damages": [str(damage) for damage in report.damages], "lost": lost}
     files.create(target / REPAIRED, [json.dumps(note, indent=1).encode()])
     aside = _free_name(source.with_name(source.name + DAMAGED))
-    os.rename(source, aside)  # between the two there is no log of this name: whoever looks for it then ends the repair
+    os.rename(source, aside)  # if killed before the next rename, the next process to open the log finishes the repair
     files.sync_directory(source.parent)
     finish_repair(source)
     return [
@@ -334,7 +337,7 @@ def repair(run: Path) -> list[str]:
 
 
 def _unnamed(report: Report) -> list[str]:
-    """What nobody can say of the damage where no index saw it."""
+    """A note about what the damage may have cost, if no index was saved."""
     damaged = [damage.length for damage in report.damages if damage.length]
     if report.saved is not None or not damaged:
         return []
@@ -381,7 +384,7 @@ def _rewrite_later(store: RolloutStore, id: str, record: Record) -> None:
 
 
 def _lost(report: Report) -> list[str]:
-    """Rollouts that are known to have existed and are gone, or are cut shorter; not those that were given back."""
+    """Rollouts that are known to have existed and are lost or cut short, except those deleted on purpose."""
     names: dict[int, str] = {}
     if (index := report.saved) is not None:
         for row in sorted(set(range(len(index))) - report.given_back):
@@ -389,7 +392,7 @@ def _lost(report: Report) -> list[str]:
             if found.finish is None and (found.begin is None or index["stop"][row]):
                 names[row] = json.loads(index.names[row])[0]
     known = report.rollouts.keys() | report.given_back
-    for number in range(max(known, default=-1) + 1):  # begun one after the other
+    for number in range(max(known, default=-1) + 1):  # numbers are consecutive
         saved = report.rollouts.get(number, Saved())
         if number not in report.given_back and saved.begin is None and saved.finish is None:
             names.setdefault(number, f"rollout number {number} (its name too)")
@@ -406,12 +409,12 @@ def _free_name(path: Path) -> Path:
     return candidate
 
 
-# Reading a log that may be damaged: everything in it that proves itself, and where it does not.
+# --- Reading a damaged log ---
 
 
 @dataclass(frozen=True)
 class Damage:
-    """A place where the log does not hold. `torn`: what a crash leaves at the end, which is no damage."""
+    """An invalid place in the log. `torn`: the incomplete write that a crash leaves at the end, which is no damage."""
 
     path: Path
     offset: int
@@ -424,10 +427,10 @@ class Damage:
 
 
 class Salvage:
-    """Walks all segments; `frames` gives good frames and damages in the order of the log."""
+    """Reads all segments of a log. `frames` yields good frames and damages in log order."""
 
     def __init__(self, directory: Path, id: bytes = b"", witness: Position | None = None) -> None:
-        """`id` and `witness`: of the log of a sampler, which has no index: what it has to be, and what was durable in it."""
+        """`id` and `witness`: for a sampler log, which has no index: its required id, and the end of its durable part."""
         self.directory = directory
         self.log = SegmentLog(directory, Files())
         self.base = load_base(directory)
@@ -444,7 +447,7 @@ class Salvage:
 
     def frames(self) -> Iterator[tuple[int, Frame | Damage]]:
         """(segment, good frame or damage)."""
-        self._chain: int | None = self.log.chain  # what the next link must name; None: unknown, behind damage
+        self._chain: int | None = self.log.chain  # the checksum that must come next; None: unknown, after damage
         for number in range(self.log.first, max(self.numbers, default=-1) + 1):
             if number in self.numbers:
                 for item in self._segment(number):
@@ -483,12 +486,12 @@ class Salvage:
             offset, self._chain = frame.end, frame.checksum
 
     def _saw(self, number: int, offset: int) -> bool:
-        """Whether the saved index saw this byte durable."""
+        """Whether this byte was durable according to the saved index."""
         seen = self.witness
         return seen is not None and seen.log == self.log.id.hex() and seen.place > (number, offset)
 
     def _unseen(self) -> Damage | None:
-        """What the saved index saw durable and the log no longer has."""
+        """Data that was durable according to the saved index and is missing from the log."""
         seen = self.witness
         if seen is None or (self.log.id and seen.log != self.log.id.hex()):
             return None
@@ -499,7 +502,7 @@ class Salvage:
         return Damage(path, size, seen.offset - size, f"the index saw this segment reach byte {seen.offset}")
 
     def _find_id(self) -> bytes:
-        """The log's id: from a header that holds, else the index, else the one under which a frame proves itself."""
+        """The log's id, from a valid header, else from the index, else the id with which a frame is valid."""
         for number in self.numbers:
             try:
                 return read_segment_header(self.log.map(number), self.log.path(number)).log_id
@@ -519,7 +522,7 @@ class Salvage:
 
 
 def _near(raw: bytes) -> Iterator[bytes]:
-    """The id as it stands, then with any one byte changed."""
+    """The id as read, then every variant with one byte changed."""
     yield raw
     for place in range(len(raw)):
         for value in range(256):

@@ -1,4 +1,4 @@
-"""The rollout store itself: what the sampler writes into, and what scoring and training read from."""
+"""The rollout store. The sampler writes to it; scoring and training read from it."""
 
 from __future__ import annotations
 
@@ -47,26 +47,29 @@ from opd.store.reading import (
 from opd.store.records import COLUMNS, PACKED, Row
 from opd.store.state import ENVIRONMENT, Entries, Live, Waiting, compose
 
-# One store over several logs: those of samplers, and the store's own, which says what of theirs counts.
+# --- One store over several logs: its own and those of samplers ---
 #
-# LOG open                        durable before a process may write into a log of this number, which is new
-# LINK                            a rollout was finished there; it counts once this is durable, and its tokens were before
-# LOG settled, at its end         the store has taken all that is of use; whatever comes behind the end is nothing
-# LOG gone                        given back; its files are removed next
+# LOG open       durable before a process may write into the new log of this number
+# LINK           a rollout was finished there; it counts once this record is durable, and its tokens were durable before
+# LOG settled    the store has taken everything useful; anything after this end is ignored
+# LOG gone       the log was deleted from the store; its files are removed next
 #
-# Settling links what is finished, and copies the tokens of what is not into the store's own log. All of that is durable before anybody else is
-# asked to go on with these rollouts, so a process that outlives its trainer may write what it likes: nobody will read it.
+# Settling links finished rollouts, and copies the tokens of unfinished ones into the store's own log. This is durable
+# before anybody else resumes these rollouts, so whatever a process writes after its trainer has ended is never read.
 
 
 class LinkingStore(StoreReader):
-    """The half of `RolloutStore` that is about logs of samplers."""
+    """The part of `RolloutStore` that handles sampler logs."""
 
     _changing: threading.RLock
     _files: Files
     _open: dict[str, int]
 
     def open_sampler_log(self, full: int | None = None) -> int:
-        """The number of a new one, for a process to write; or the one it has, unless it is full. Durable with the next commit."""
+        """The number of a log that a sampler process may write. Durable with the next commit.
+
+        `full`: the log that it has now, which is returned again unless it is full.
+        """
         if full is not None:
             folder = folder_of(self.directory, full)
             sizes = [self._sampler(full).path(number).stat().st_size for number in segment_numbers(folder)]
@@ -84,24 +87,24 @@ class LinkingStore(StoreReader):
 
     @property
     def failed(self) -> bool:
-        """Whether nothing more can be written."""
+        """Whether the store can no longer be written."""
         return self._closed or self._log.failure is not None
 
     def names(self, id: str) -> Mapping[str, Any]:
-        """What an unfinished rollout was begun with."""
+        """The facts that an unfinished rollout was begun with."""
         return self._state.live[self.entries.number(id)].names
 
     def sampler_log_id(self, number: int) -> bytes:
         return id_of(self._log.id, number)
 
     def link(self, row: int, facts: Mapping[str, Any]) -> None:
-        """A rollout was finished in the log of a sampler, and is durable there. `facts`: `samplers.link_facts`."""
+        """Record that a rollout is finished and durable in a sampler log. `facts`: see `link_facts`."""
         live = self._state.live[row]
         del self._open[live.names["id"]]
         self._commit.add(Waiting(records.LINK, row, records.link(row, facts), facts))
 
     def settle(self, number: int) -> None:
-        """Take what the log of a sampler holds. Its process is gone, or will not be asked again."""
+        """Take everything useful from a sampler log. Its process is gone, or gets no more requests."""
         self._commit.wait()
         log = SegmentLog(folder_of(self.directory, number), self._files, id=self.sampler_log_id(number))
         log.copy_in()
@@ -118,7 +121,7 @@ class LinkingStore(StoreReader):
             raise self._forgotten(f"rollout {held.names['id']!r}, which {log.directory.name} has, was begun here")
         live = self._state.live.get(row)
         if live is None or not held.extends(live.tokens):
-            return  # finished, or gone on with elsewhere
+            return  # finished, or resumed elsewhere
         tokens = held.tokens()
         if held.finish is not None:
             stop, versions = held.finish.facts["stop"], tokens["version"]
@@ -135,7 +138,7 @@ class LinkingStore(StoreReader):
         self._commit.add(Waiting(records.LOG, number, records.sampler_log(number, state)))
 
     def _forgotten(self, what: str) -> StoreError:
-        """A sampler writes only behind what is durable in the store's own log: what that does not know, it has lost."""
+        """The error for lost data. A sampler only writes what the store's log already knows durably: the log has lost it."""
         end = self._log.end
         return StoreError(
             f"{self._log.path(max(end.segment, 0))}, byte {end.offset}: {what}, and is lost. Put the right files back, or save the rest "
@@ -148,7 +151,7 @@ class LinkingStore(StoreReader):
                 raise self._forgotten(f"{folder_of(self.directory, number).name} was opened here")
 
     def _take_in(self) -> None:
-        """Whoever opens the store for writing verifies the logs of samplers as far as they count, and takes what is news."""
+        """On opening for writing: settle open sampler logs, verify settled ones, and remove deleted ones."""
         for number, state in list(self.index.logs.items()):
             if state.what == "gone":
                 self._remove(number)
@@ -176,9 +179,9 @@ class LinkingStore(StoreReader):
             )
 
     def _remove(self, number: int) -> None:
-        """The files of a log that is gone, and the maps of them, which would hold the disk's blocks.
+        """Remove the files of a deleted log, and their maps, which would keep the disk blocks in use.
 
-        What cannot be removed now, as on a network file system while another process reads it, the next writer removes.
+        If a file cannot be removed now (on a network file system while another process reads it), the next writer does.
         """
         self._samplers.pop(number, None)
         if (folder := folder_of(self.directory, number)).exists():
@@ -186,15 +189,16 @@ class LinkingStore(StoreReader):
             self._files.sync_directory(self.directory)
 
 
-INDEX_ROWS, INDEX_GROWTH = 10_000, 1.25  # the index is saved on the way once it has grown beyond this
-HEAVY_BYTES = 128 << 20  # of signals in one frame, about
+INDEX_ROWS, INDEX_GROWTH = 10_000, 1.25  # the index is saved during a run when it has grown beyond this
+HEAVY_BYTES = 128 << 20  # approximate bytes of signals in one frame
 Fsync = Literal["commit", "never"]
 
 
 class RolloutStore(LinkingStore):
-    """`commit_ms`: how long tokens wait for the group commit at most (0: until `commit` is called, without a thread).
+    """A durable store of rollouts.
 
-    `fsync`: `commit` syncs every group commit. `never` leaves it to the operating system: a killed process loses
+    `commit_ms`: the longest time that tokens wait for the group commit (0: until `commit` is called, without a thread).
+    `fsync`: `commit` syncs every group commit. `never` leaves syncing to the operating system: a killed process loses
     nothing that was written, a power failure may. `hidden`: keep teachers' hidden states too.
     """
 
@@ -209,7 +213,7 @@ class RolloutStore(LinkingStore):
         segment_bytes: int = SEGMENT_BYTES,
         files: Files | None = None,
     ) -> None:
-        """Open a log, or start one. `read_only` never touches the files: the run may be alive and writing."""
+        """Open a log, or start one. `read_only` never changes the files: the run may still be writing."""
         if not read_only:
             finish_repair(directory)
         directory = pending_repair(directory) or directory
@@ -218,8 +222,8 @@ class RolloutStore(LinkingStore):
         self._log = SegmentLog(directory, self._files, segment_bytes=segment_bytes)
         self._samplers = {}
         self._commit = GroupCommit(self._write, 0.0)
-        self._lock = threading.RLock()  # of the state
-        self._changing = threading.RLock()  # of what the index knows before the log does
+        self._lock = threading.RLock()  # guards the state
+        self._changing = threading.RLock()  # guards changes that the index has before the log
         self.configure(commit_ms=commit_ms, fsync=fsync, hidden=hidden)
         self.index_was, self._state = self._recover()
         self._state.settle()
@@ -232,7 +236,7 @@ class RolloutStore(LinkingStore):
             self._take_in()
 
     def __len__(self) -> int:
-        """All that were begun: iteration leaves out the unfinished, and those whose tokens were given back."""
+        """The number of rollouts begun. Iteration skips unfinished ones, and those whose tokens were deleted."""
         return len(self._state.index)
 
     def __repr__(self) -> str:
@@ -241,7 +245,7 @@ class RolloutStore(LinkingStore):
         )
 
     def configure(self, *, commit_ms: int, fsync: Fsync, hidden: bool) -> None:
-        """The recipe's `store` settings, which may change from stage to stage."""
+        """Apply the recipe's `store` settings, which may change between stages."""
         self._commit.interval_s = commit_ms / 1e3
         self._log.sync, self._hidden = fsync == "commit", hidden
 
@@ -274,13 +278,13 @@ class RolloutStore(LinkingStore):
             self._commit.add(Waiting(records.BEGIN, live.number, records.begin(live.number, names, live.prompt_ids)))
 
     def append(self, token: SampledToken, author: Author = Author.STUDENT) -> None:
-        """Take one sampled token; it reaches the disk with the next group commit."""
+        """Add one sampled token. It is written with the next group commit."""
         id, value, logprob, sampled, stop, version, by = token
         number = self._open[id] if id in self._open else self._taking(id).number
         self._commit.add((number, value, logprob, sampled, stop, version, int(author if by is None else by)))
 
     def append_many(self, tokens: TokenColumns, author: Author | np.ndarray = Author.STUDENT) -> None:
-        """The same of many tokens at once, of one rollout or of whichever: nothing is done token by token but to find theirs."""
+        """Add many tokens at once, of one rollout or of several. Only the lookup of their rollouts is done per token."""
         self._writable()
         ids, values, *rest = tokens
         rows = np.empty(len(values), dtype=records.PACKED)  # a copy: the caller's arrays may be used again
@@ -290,22 +294,22 @@ class RolloutStore(LinkingStore):
             try:
                 numbers = list(map(self._open.__getitem__, ids))
             except KeyError:
-                numbers = [self._taking(id).number for id in ids]  # which says whose
+                numbers = [self._taking(id).number for id in ids]  # raises an error that names the rollout
         given = (numbers, values, *rest, int(author) if isinstance(author, Author) else author)
         for (name, _), column in zip(records.ROW_COLUMNS, given, strict=True):
             if isinstance(column, (np.ndarray, list)) and np.shape(column) not in ((), rows.shape):
                 raise StoreError(f"a column of {np.shape(column)} values for {rows.size} tokens")
-            rows[name] = column  # one value stands for all
+            rows[name] = column  # a single value is broadcast
         if rows.size:
             self._commit.add(rows)
 
     def extend(self, id: str, response_ids: np.ndarray, author: Author, version: int) -> None:
-        """Tokens nobody sampled here (a dataset's completion): they have no behaviour log-probs."""
+        """Add tokens that were not sampled (a dataset's completion). They have no behaviour log-probs."""
         nan = float("nan")
         self.append_many(TokenColumns(id, response_ids, nan, nan, nan, version), author)
 
     def finish(self, id: str, stop: StopReason) -> None:
-        """The rollout counts, i.e. may be read and trained on, once this record is durable behind its tokens."""
+        """Finish a rollout. It can be read and trained on once this record is durable after its tokens."""
         if stop not in STOPS[1:]:
             raise StoreError(f"rollout {id!r}: stop {stop!r} must be one of {', '.join(map(str, STOPS[1:]))}")
         live = self._taking(id)
@@ -313,7 +317,7 @@ class RolloutStore(LinkingStore):
         self._commit.add(Waiting(records.FINISH, live.number, facts=stop, live=live))
 
     def note(self, id: str, **facts: Any) -> None:
-        """Attach facts that came later, such as the `reward`."""
+        """Attach later facts, such as the `reward`."""
         self._writable()
         number = self.entries.number(id)
         data = records.note(number, facts)
@@ -336,9 +340,9 @@ class RolloutStore(LinkingStore):
         spans: Iterable[tuple[int, ...]] = (),
         key: str = "",
     ) -> bool:
-        """Keep a teacher's answer; says whether it was kept: hidden states are only with `store.hidden`.
+        """Store a teacher's signal. Returns whether it was stored: hidden states are only kept with `store.hidden`.
 
-        `key`: of what it read.
+        `key`: identifies what the teacher read.
         """
         self._writable()
         if kind == "hidden" and not self._hidden:
@@ -356,13 +360,16 @@ class RolloutStore(LinkingStore):
         data = records.signal(number, facts, values, mask)
         self._commit.add(Waiting(records.SIGNAL, number, data, facts))
         self._heavy += len(data)
-        if self._heavy > HEAVY_BYTES:  # more than the disk takes in passing: wait for it instead of filling the memory
+        if self._heavy > HEAVY_BYTES:  # wait for the disk instead of filling the memory
             self._commit.wait()
             self._heavy = 0
         return True
 
     def record_environment(self, id: str, order: int, call: Any, result: Any) -> None:
-        """Log a call to an environment, or about a finished rollout, and its result, both plain JSON. `order` counts from 0."""
+        """Log a call and its result, both plain JSON. The call is to an environment or about a finished rollout.
+
+        `order` counts from 0.
+        """
         self._writable()
         number = self.entries.number(id)
         live = self._state.live[number] if id in self._open else None
@@ -377,7 +384,7 @@ class RolloutStore(LinkingStore):
         self._commit.add(Waiting(records.ENVIRONMENT, number, data))
 
     def commit(self, sync: bool = False) -> None:
-        """Ask for a group commit; with `sync`, wait until everything so far is durable."""
+        """Request a group commit; with `sync`, wait until everything so far is durable."""
         self._writable()
         if sync:
             self._commit.wait()
@@ -389,7 +396,7 @@ class RolloutStore(LinkingStore):
 
     @contextmanager
     def _still(self) -> Iterator[None]:
-        """All is durable, and another thread that is sampling begins and writes nothing in here."""
+        """A block in which everything is durable and no other thread begins a rollout or writes."""
         with self._changing:
             self._commit.wait()
             with self._commit.writing:
@@ -397,10 +404,10 @@ class RolloutStore(LinkingStore):
                 yield
 
     def reclaim(self, boundary: int, until: int | None = None) -> int:
-        """Give back whole segments, and logs of samplers, with nothing about rollouts from number `boundary` on; how many these were.
+        """Delete segments and sampler logs that hold nothing about rollouts from number `boundary` on. Returns the count.
 
-        What is unfinished stays, and so do calls, whose costs count, and segment `until` with all behind it: a checkpoint
-        names a frame there. The index keeps a row of every rollout.
+        Unfinished rollouts are kept. So are calls, since their costs count, and segments from `until` on, since a
+        checkpoint names a frame there. The index keeps a row for every rollout.
         """
         self._writable()
         with self._still():
@@ -416,7 +423,7 @@ class RolloutStore(LinkingStore):
             for number in unneeded:
                 self._note_log(number, LogState("gone"))
         if unneeded:
-            with self._still():  # which is durable then, whatever the policy
+            with self._still():  # makes the LOG records durable, whatever the `fsync` setting
                 for number in unneeded:
                     self._remove(number)
         return max(first - before, 0) + len(unneeded)
@@ -434,7 +441,7 @@ class RolloutStore(LinkingStore):
             self._log.close()
 
     def _save_index(self) -> None:
-        """All of the log is durable now, so the index may testify to it. The next crash has less to replay."""
+        """Save the index. The log must be durable. After the next crash there is less to replay."""
         path = self.directory / INDEX
         try:
             self.index.save(path, self._files, self._log.end)
@@ -445,7 +452,7 @@ class RolloutStore(LinkingStore):
         self._saved_rows = len(self.index)
 
     def _write(self, batch: list[Row | np.ndarray | Waiting]) -> None:
-        """One frame."""
+        """Write one frame."""
         parts = compose(batch, self._state.live)
         linked = any(item is not None and item.kind in (records.LINK, records.LOG) for _, item in parts)
         start = self._log.append(b"".join(part for part, _ in parts), LINKED_FORMAT if linked else FORMAT)
@@ -457,7 +464,7 @@ class RolloutStore(LinkingStore):
                 offset += len(part)
 
     def _committed(self, item: Waiting, frame: Place, place: Place, size: int) -> None:
-        """The index learns where a record lies, and that a rollout is finished, only now that it is durable."""
+        """Update the index after a record is durable: its place, and whether the rollout is finished."""
         index = self._state.index
         if item.kind == records.BEGIN:
             index.rows.set(item.number, segment=frame.segment, offset=frame.offset)
@@ -486,16 +493,16 @@ class RolloutStore(LinkingStore):
             raise StoreError(f"{self.directory} was {'closed' if self._closed else 'opened read-only'}")
 
 
-# Environment replay: what a tool or sandbox answered is logged, and on resume it is answered from the log.
+# --- Environment replay: results of tool and sandbox calls are logged, and replayed on resume ---
 
 
 class Replay:
-    """The calls of one rollout, in order: first those in the log, then real ones.
+    """The calls of one rollout, in order: logged ones first, then real ones.
 
     replay = Replay(store, "main/task:shell/7/0/0")
     listing = replay.call({"tool": "shell", "command": "ls"}, lambda: sandbox.run("ls"))
 
-    Calls and results are plain JSON; a result comes back as JSON gives it, whether it was executed or replayed.
+    Calls and results are plain JSON. Executed and replayed results both go through JSON, so they are equal.
     """
 
     def __init__(self, store: RolloutStore, id: str) -> None:
@@ -504,7 +511,7 @@ class Replay:
         self._order = 0
 
     def call(self, key: Any, execute: Callable[[], Any]) -> Any:
-        """The logged result of this call; or execute it, and return only when its result is durable."""
+        """The logged result of this call. If there is none, execute it and return once the result is durable."""
         key, order = _plain(key), self._order
         if order < len(self._logged):
             logged = self._logged[order]
@@ -529,18 +536,18 @@ def _plain(value: Any) -> Any:
         raise StoreError(f"an environment's calls and results must be plain JSON ({error}): {value!r:.200}") from None
 
 
-# Calls about finished rollouts, such as a model that is asked how good an answer is: logged like those of an environment.
+# --- Calls about finished rollouts, such as model-based grading, are logged like environment calls ---
 
 
 class StoredCalls:
-    """The calls in a store, of one stage. Those of an earlier process are found again by what was asked."""
+    """The stored calls of one stage. Calls of an earlier process are looked up by their content."""
 
     def __init__(self, store: RolloutStore, stage: str) -> None:
         self._store, self._stage, self._orders = store, stage, dict[str, int]()
 
     @cached_property
     def _known(self) -> dict[tuple[str, str], tuple[Any, Any]]:
-        """Read when somebody asks: most stages have none."""
+        """Read lazily, since most stages have none."""
         store, known = self._store, dict[tuple[str, str], tuple[Any, Any]]()
         ids = {store.entries.number(id): id for id in store.entries if id.startswith(f"{self._stage}/")}
         for row, record in store.calls(ids):
@@ -566,11 +573,11 @@ def _text(call: Any) -> str:
     return json.dumps(call, sort_keys=True)
 
 
-# The store of a rank that does not keep it: the leader writes every token, and shares what is read from there.
+# --- The store of ranks other than the leader, which writes every token and shares what is read ---
 
 
 class StoreElsewhere(RolloutStore):
-    """Takes what every rank is told, and keeps nothing. To read from it is a mistake in the program."""
+    """Accepts writes and keeps nothing. Reading from it is a bug."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory

@@ -1,4 +1,4 @@
-"""What a log amounts to: its index, and the rollouts that are not finished. Built by replaying records in order."""
+"""The state of a log: its index and the unfinished rollouts. Built by replaying records in order."""
 
 from __future__ import annotations
 
@@ -21,32 +21,32 @@ NAMES = ("id", "prompt_id", "visit", "sample", "domain", "source", "group", "pai
 
 
 def names_of(record: Record) -> dict[str, Any]:
-    """What a rollout was begun with."""
+    """The facts that a rollout was begun with."""
     names = {name: record.facts[name] for name in NAMES}
     return {**names, "extras": record.facts["extras"]} if "extras" in record.facts else names
 
 
 @dataclass
 class Live:
-    """A rollout that is being written, with its tokens as far as they are in the log."""
+    """An unfinished rollout, with the tokens that are in the log."""
 
     number: int
     names: Mapping[str, Any]
     prompt_ids: np.ndarray
-    parts: list[np.ndarray] = field(default_factory=list)  # its tokens, `PACKED`, a piece for each commit
+    parts: list[np.ndarray] = field(default_factory=list)  # its tokens, `PACKED`, one part per commit
     calls: int = 0
-    frames: list[Columns] = field(default_factory=list)  # replayed, its tokens not taken out yet
-    replayed: int = 0  # how many tokens those are
+    frames: list[Columns] = field(default_factory=list)  # replayed frames that contain some of its tokens
+    replayed: int = 0  # the number of its tokens in `frames`
 
     @property
     def tokens(self) -> np.ndarray:
-        """All of them, `PACKED`; their fields are the columns."""
+        """All tokens, `PACKED`. The fields are the columns."""
         if len(self.parts) > 1:
             self.parts = [records.one_behind_the_other(self.parts)]
         return self.parts[0] if self.parts else np.zeros(0, dtype=PACKED)
 
     def take_out(self) -> None:
-        """Turn replayed frames into parts. Most rollouts are finished by the end of a log, and never need it."""
+        """Turn replayed frames into parts. Most rollouts are finished by the end of a log and never need this."""
         for columns in self.frames:
             self.parts.append(_chosen(columns, columns["rollout"] == self.number))
         self.frames, self.replayed = [], 0
@@ -54,7 +54,7 @@ class Live:
 
 @dataclass
 class Waiting:
-    """A record on its way into the log; a finish is encoded by the thread that writes it."""
+    """A record that waits to be written. A finish is encoded by the writing thread."""
 
     kind: int
     number: int
@@ -74,7 +74,7 @@ class Waiting:
 def compose(
     batch: Sequence[Row | np.ndarray | Waiting], live: Mapping[int, Live]
 ) -> list[tuple[bytes, Waiting | None]]:
-    """Records of one frame: begins, then the tokens of whichever rollouts, then the rest; never a finish before its tokens."""
+    """Records of one frame: begins, then tokens, then the rest, so that no finish precedes its tokens."""
     rows = [item for item in batch if not isinstance(item, Waiting)]
     others = [item for item in batch if isinstance(item, Waiting)]
     parts: list[tuple[bytes, Waiting | None]] = [(item.encode(), item) for item in others if item.kind == records.BEGIN]
@@ -86,17 +86,17 @@ def compose(
 
 
 def deal(rows: np.ndarray, live: Mapping[int, Live]) -> None:
-    """Tokens of whichever rollouts, `PACKED`, to each its own: what its finish record will hold."""
+    """Add tokens of any rollouts (`PACKED`) to their rollouts' parts, for the finish records."""
     order = np.argsort(rows["rollout"], kind="stable")
     tokens = rows.view(f"V{PACKED.itemsize}")[order].view(PACKED)
     numbers, starts = np.unique(tokens["rollout"], return_index=True)
     ends = [*starts[1:].tolist(), tokens.size]
     for number, start, end in zip(numbers.tolist(), starts.tolist(), ends, strict=True):
-        live[number].parts.append(tokens[start:end].copy())  # a view would keep everybody's in memory
+        live[number].parts.append(tokens[start:end].copy())  # a view would keep all rows in memory
 
 
 def take_tokens(record: Record, live: Mapping[int, Live]) -> None:
-    """A TOKENS record that is read again, to those that are not finished."""
+    """Add a replayed TOKENS record to its unfinished rollouts."""
     columns = records.rows_of(record)
     numbers, counts = np.unique(columns["rollout"], return_counts=True)
     for number, count in zip(numbers.tolist(), counts.tolist(), strict=True):
@@ -113,7 +113,7 @@ class State:
 
     @property
     def numbers(self) -> dict[str, int]:
-        """Row of each id. Built when first asked for: a query needs none of them."""
+        """Row of each id. Built lazily, since queries do not need it."""
         if self._numbers is None:
             self._numbers = {json.loads(self.index.names[row])[0]: row for row in range(len(self.index))}
         return self._numbers
@@ -128,12 +128,12 @@ class State:
     # Replay
 
     def replay(self, segment: int, frame: Frame, where: str) -> None:
-        """A frame the index has not seen."""
+        """Apply a frame that is not in the index."""
         for record in records.split(frame.payload, frame.start):
             self._apply(record, Place(segment, frame.offset), f"{where}, byte {record.offset}")
 
     def replay_unfinished(self, frame: Frame) -> None:
-        """A frame the index has seen: only what it holds of rollouts that are not finished is wanted."""
+        """Apply a frame that is in the index: only its records of unfinished rollouts are needed."""
         stops = self.index["stop"]
         for record in records.split(frame.payload, frame.start):
             if record.kind == records.TOKENS:
@@ -145,7 +145,7 @@ class State:
                     self.live[record.number].calls += 1
 
     def unfinished_since(self, end: Position) -> Place:
-        """Where reading has to start to have all tokens of unfinished rollouts: the earliest of their begins."""
+        """The earliest begin of an unfinished rollout. Reading from there finds all tokens of unfinished rollouts."""
         open_rows = np.flatnonzero(self.index["stop"] == 0)
         places = zip(self.index["segment"][open_rows].tolist(), self.index["offset"][open_rows].tolist(), strict=True)
         return min((Place(segment, offset) for segment, offset in places), default=end.place)
@@ -180,7 +180,7 @@ class State:
             self._apply_later(record, place)
 
     def _apply_later(self, record: Record, place: Place) -> None:
-        """What came to be known of a rollout."""
+        """Apply a note, a signal or an environment call."""
         if record.kind == records.NOTE:
             self.index.note(record.number, record.facts)
         elif record.kind == records.SIGNAL:
@@ -211,27 +211,27 @@ class State:
         )
 
     def settle(self) -> None:
-        """The log has been replayed."""
+        """Call this after replaying the log."""
         for live in self.live.values():
             live.take_out()
 
 
 def _chosen(columns: Columns, mask: np.ndarray) -> np.ndarray:
-    """Some of the tokens, `PACKED`."""
+    """The masked tokens, `PACKED`."""
     tokens = np.empty(np.count_nonzero(mask), dtype=PACKED)
     for name, _ in ROW_COLUMNS:
         tokens[name] = columns[name][mask]
     return tokens
 
 
-# The index, read one rollout at a time.
+# --- Reading the index one rollout at a time ---
 
 
 @dataclass(frozen=True)
 class Entry:
-    """What the index knows of one rollout.
+    """The index's facts about one rollout.
 
-    `stop` None: it is not finished, and `length` is what is in the log so far.
+    `stop` is None while it is unfinished; `length` is then the number of tokens in the log so far.
     """
 
     number: int
@@ -247,7 +247,7 @@ class Entry:
     length: int
     stop: StopReason | None
     versions: tuple[int, int]  # oldest and newest policy among its tokens; (-1, -1): none
-    teacher: str  # who scored it in the role `teacher`; empty: nobody yet
+    teacher: str  # the teacher that scored it in the role `teacher`; empty: not scored yet
     notes: dict[str, Any]
 
 
@@ -281,7 +281,7 @@ def entry(state: State, number: int) -> Entry:
 
 
 class Entries(Mapping[str, Entry]):
-    """id -> entry, oldest first. Entries are made when asked for."""
+    """id -> entry, oldest first. Entries are created on access."""
 
     def __init__(self, state: State) -> None:
         self._state = state
@@ -290,7 +290,7 @@ class Entries(Mapping[str, Entry]):
         return len(self._state.index)
 
     def __iter__(self) -> Iterator[str]:
-        return iter(list(self._state.numbers))  # others may begin meanwhile
+        return iter(list(self._state.numbers))  # more rollouts may begin meanwhile
 
     def __contains__(self, id: object) -> bool:
         return id in self._state.numbers
@@ -309,7 +309,7 @@ class Entries(Mapping[str, Entry]):
 
 
 class Values(ValuesView[Entry]):
-    """Entries from oldest to newest, or the other way round."""
+    """Entries from oldest to newest; `reversed` works too."""
 
     def __init__(self, entries: Entries) -> None:
         super().__init__(entries)

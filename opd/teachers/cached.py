@@ -1,7 +1,7 @@
-"""A teacher that has scored already: its signals come from an earlier run or stage, and its model is not loaded. No torch here.
+"""A cached teacher: its signals come from an earlier run or stage, and its model is not loaded. No torch here.
 
-Every signal is kept under whose it is (settings and weights hash), what was read (view, exact ids, spans) and in which vocabulary. What
-does not match is an error that names the part, never a miss in silence.
+The key of a signal is its teacher (settings and weights hash), the text (view, exact ids, spans) and the vocabulary. A mismatch
+is an error that names the part, never a silent cache miss.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ STAGE = "stage:"
 
 
 class CachedTeacher(TeacherKind):
-    """What a teacher said in a stage with `train: {learn: false}`."""
+    """Reads the scores that a teacher gave in a stage with `train: {learn: false}`."""
 
     name = "cached"
     offers = frozenset({"logprobs_at", "hidden"})
@@ -98,7 +98,7 @@ class CachedTeacher(TeacherKind):
         from opd.models.tokenizers import fingerprint
 
         if self.run.startswith(STAGE):
-            return  # a plan: that stage has not scored yet
+            return  # only planned: that stage has not scored yet
         scored = self.scored
         known, facts = scored.teacher(self.teacher, name)
         if (now := fingerprint(tokenizer)) != scored.tokenizer:
@@ -127,16 +127,16 @@ class CachedTeacher(TeacherKind):
         return TeacherFromCache(name, self, supplies)
 
 
-# Signals of a teacher that is not here, read from an earlier run; and what that run writes down for it.
+# --- Reading signals from an earlier run, and writing them ---
 
 
 BATCH = 256  # rollouts in memory at once
 
 
 class TeacherFromCache:
-    """Finds a rollout by its exact ids, whatever it is called here."""
+    """Finds a rollout by its exact ids, whatever its id in this run."""
 
-    version = 0  # what it says does not change
+    version = 0  # its signals never change
 
     def __init__(self, name: str, kind: CachedTeacher, supplies: TeacherInputs) -> None:
         self.name, self.role, self.offers, self._kind = name, kind.role, kind.offers, kind
@@ -151,7 +151,7 @@ class TeacherFromCache:
         self._run, self._device = EarlierRun(Path(kind.run), kind.stage), supplies.student.device
         self._head = None if facts["head"] is None else _read_head(scored, facts["head"], self._device)
         self._known = known
-        self._ids: dict[bytes, list[str]] = {}  # prompt and response -> the rollouts there: a group may repeat itself
+        self._ids: dict[bytes, list[str]] = {}  # prompt and response -> rollouts (a group may have duplicates)
         self._prompts: set[bytes] = set()
         for start in range(0, len(self._run.rows), BATCH):
             for rollout in self._run.store.load_rows(self._run.rows[start : start + BATCH]):
@@ -171,7 +171,7 @@ class TeacherFromCache:
         answers = []
         for rollout, text, (*others, last) in zip(rollouts, seen, names, strict=True):
             signal = found.get(last)
-            if others and not self._fits(signal, text):  # a view may have shown something else of an equal answer
+            if others and not self._fits(signal, text):  # a view may show different texts for equal answers
                 more = self._run.store.signals(others, self._role, need.kind).values()
                 signal = next((one for one in more if self._fits(one, text)), signal)
             answers.append(self._signal(rollout, text, need.kind, signal))
@@ -207,17 +207,17 @@ class TeacherFromCache:
         return replace(signal, teacher=self.name, teacher_version=self.version, role=self.role, values=values)
 
     def project(self, hidden: Tensor) -> Projection:
-        assert self._head is not None  # there are no hidden states without it
+        assert self._head is not None  # hidden states are only kept together with a head
         return replace(self._head, hidden=hidden.to(self._head.weight.dtype))
 
     def observe(self, step: int, weights: WeightsRef) -> None:
-        """It does not move."""
+        """Does nothing: it never changes."""
 
     def state(self) -> Mapping[str, Any]:
         return {}
 
     def restore(self, version: int, tensors: Mapping[str, Any]) -> None:
-        """It is as it was."""
+        """Nothing to restore."""
 
 
 def _digest(*ids: np.ndarray) -> bytes:
@@ -227,11 +227,11 @@ def _digest(*ids: np.ndarray) -> bytes:
     return digest.digest()
 
 
-# What a stage that only scores writes down
+# --- Writing scores ---
 
 
 def keep_scores(scored: ScoredStage, teacher: TeacherLike, kind: SignalKind, signals: Sequence[Signal]) -> None:
-    """Note what a teacher gives, and its head with the first hidden states."""
+    """Records which signals a teacher gives, and saves its head with the first hidden states."""
     facts = scored.teachers[teacher.name]
     if not signals or kind in facts["signals"]:
         return
@@ -297,11 +297,9 @@ def _content(tensors: Mapping[str, Tensor]) -> str:
     return digest.hexdigest()
 
 
-# What a stage that only scores leaves behind, so that others train from it without the teachers: `teachers/STAGE.json`.
-#
-# Scores themselves are signals in the store. This file, sealed, says whose they are: every teacher's settings, view and weights hash,
-# the tokenizer, and the stop ids that count as one event. Heads, which turn hidden states into distributions, lie beside it as
-# safetensors, each once, under the hash of its content. No torch here.
+# --- `teachers/STAGE.json`: facts of a stage that only scores, so that other stages can train without the teachers ---
+# Scores are signals in the store. This sealed file holds each teacher's settings, view and weights hash, the tokenizer, and the
+# stop ids that form one event. Heads are stored next to it as safetensors, once each, under the hash of their content.
 
 
 FOLDER = "teachers"  # of a run directory
@@ -310,14 +308,14 @@ HEADS = "heads"
 
 
 def text_key(text: Rendered) -> str:
-    """Of what a teacher read: exact ids, and which of them it scored."""
+    """Hash of what a teacher read: exact ids, and which of them it scored."""
     digest = hashlib.blake2b(np.ascontiguousarray(text.ids, dtype="<i4").tobytes(), digest_size=16)
     digest.update(np.asarray(text.spans, dtype="<i8").tobytes())
     return digest.hexdigest()
 
 
 def scored_by(kind: TeacherKind, teacher: TeacherLike, weights: Mapping[str, str]) -> dict[str, Any]:
-    """Whose scores they are. `weights`: model -> hash."""
+    """Identifies the teacher of the scores. `weights`: model -> hash."""
     settings = kind.model_dump(mode="json")
     about = {"role": kind.role, "kind": settings, "weights": dict(weights), "context": teacher.context}
     return {**about, "head": None, "signals": []}
@@ -345,7 +343,7 @@ class ScoredStage:
         return cls(path, facts["tokenizer"], tuple(facts["stop_ids"]), facts["size"], facts["teachers"])
 
     def begin(self) -> None:
-        """A stage that is taken up again keeps what it has."""
+        """A resumed stage keeps its entries."""
         if self.path.is_file():
             before = read_sealed(self.path)["teachers"]
             for name, facts in self.teachers.items():
@@ -358,7 +356,7 @@ class ScoredStage:
         write_sealed(self.path, {**facts, "teachers": self.teachers})
 
     def teacher(self, wanted: str | None, name: str) -> tuple[str, Mapping[str, Any]]:
-        """The teacher that is meant: the one named, or the only one."""
+        """The wanted teacher: the one named, or the only one."""
         known = wanted or (name if name in self.teachers else next(iter(self.teachers), ""))
         if known not in self.teachers or (wanted is None and name not in self.teachers and len(self.teachers) > 1):
             raise DataError(

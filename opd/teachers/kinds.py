@@ -1,7 +1,7 @@
-"""Kinds of teacher: where what scores comes from. One class each, with its settings; no torch here.
+"""Kinds of teacher. One class each, with its settings; no torch here.
 
-A kind says which signals it `offers` and which models it reads, so that recipes are refused before anything is loaded; `open`
-makes the teacher, which from then on is used through the protocol `opd.records.TeacherLike` alone.
+A kind says which signals it `offers` and which models it reads, so that recipes are checked before anything is loaded. `open`
+makes the teacher, which is then used only through the protocol `opd.records.TeacherLike`.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ class ModelRef(NamedTuple):
     quantise: Quantisation | None = None
 
     def identified(self, name: str) -> str:
-        """The name of a model, or a hash of its weights, which quantised ones are not."""
+        """Prefixes `name` (a model's name, or a hash of its weights) with the quantisation."""
         return name if self.quantise is None else f"{self.quantise} of {name}"
 
 
 class RemoteFacts(NamedTuple):
-    """What can be known of a teacher elsewhere before anything is loaded."""
+    """What is known about a remote teacher before anything is loaded."""
 
     context: int = sys.maxsize
     notes: tuple[str, ...] = ()
@@ -55,25 +55,25 @@ class RemoteFacts(NamedTuple):
 
 @dataclass(frozen=True)
 class TeacherInputs:
-    """What a kind makes its teacher of. `load` gives what it names in `reads`: one that several name is there once."""
+    """The inputs of `TeacherKind.open`. `load` gives the models named in `reads`; a shared model is loaded once."""
 
     student: LanguageModel
-    stop_ids: tuple[int, ...]  # of all models together: one event
+    stop_ids: tuple[int, ...]  # of all models together, as one event
     load: Callable[[ModelRef], LanguageModel]
     context: RunContext = field(default_factory=RunContext)
 
 
 class TeacherKind(Choice):
-    """A kind of your own is a subclass with `offers` and `open`, and `reads` if it loads models."""
+    """Subclass this with `offers` and `open` for your own kind, and with `reads` if it loads models."""
 
     family = "teacher"
     offers: ClassVar[frozenset[SignalKind]]
     has_model: ClassVar[bool] = False  # in this process: it can sample, be mixed in and averaged
-    can_wait: ClassVar[bool] = False  # outside the memory, while others score: `pool.resident`
-    scores_any: ClassVar[bool] = True  # any text; a cache knows those that it was asked about before
-    stands_still: ClassVar[bool] = False  # says the same at every step, so that it may be asked ahead of it
-    of_student: ClassVar[bool] = False  # it is the student at some moment, so there is nothing of its own to evaluate
-    is_student_now: ClassVar[bool] = False  # … at this moment: under the same view the two never differ
+    can_wait: ClassVar[bool] = False  # can be paged out while others score: `pool.resident`
+    scores_any: ClassVar[bool] = True  # can score any text; a cache knows only texts scored before
+    stands_still: ClassVar[bool] = False  # never changes, so it can score steps ahead
+    of_student: ClassVar[bool] = False  # is the student at some step, so it is not evaluated separately
+    is_student_now: ClassVar[bool] = False  # is the current student: under the same view the two never differ
 
     role: Word = Field("teacher", description="terms ask for signals by role")
     domains: list[Word] | None = Field(
@@ -85,72 +85,72 @@ class TeacherKind(Choice):
         return ()
 
     def scored_with(self) -> Sequence[ModelRef]:
-        """Whose weights what it says depends on: scores that are kept are kept under their hashes."""
+        """The models that its scores depend on; stored scores are keyed by the hashes of their weights."""
         return self.reads()
 
     def waiting(self) -> Sequence[ModelRef]:
-        """Of those that it reads, the ones that need not be in memory while others score."""
+        """The models in `reads` that can be paged out while others score."""
         return self.reads() if self.can_wait else ()
 
     def earlier(self) -> Sequence[str]:
-        """Runs that it reads: directories, or `stage:NAME`."""
+        """The earlier runs that it reads: directories, or `stage:NAME`."""
         return ()
 
     def inside(self, directory: Path) -> TeacherKind:
-        """The same in a run directory: earlier stages are found there."""
+        """The same kind, with earlier stages found in a run directory."""
         return self
 
     def files(self) -> list[Path]:
-        """What it reads beside models: a run remembers their content, and does not go on with another one."""
+        """Files it reads besides models. A run records their content and does not resume if it has changed."""
         return []
 
     def require(self, name: str, tokenizer: Any, signals: Collection[SignalKind]) -> None:
-        """Everything it needs is here, or the error says what is missing: before weights are loaded."""
+        """Raises if something it needs is missing, before weights are loaded."""
 
     def vocabulary(self, context: RunContext) -> Elsewhere | None:
-        """Of a teacher whose model is not in this process."""
+        """The vocabulary of a teacher whose model is not in this process."""
         return None
 
     @property
     def has_plain_weights(self) -> bool:
-        """Whether weights of its model can be averaged with others."""
+        """Whether its model's weights can be averaged with others."""
         return self.has_model
 
     @property
     def title(self) -> str:
-        """What it is called in a model card."""
+        """Its name in a model card."""
         return ", ".join(ref.model for ref in self.reads()) or self.name
 
     def bytes_per_weight(self, each: int, lora: bool) -> int:
-        """Of the student's, what it holds beside them at most; they have `each`."""
+        """Bytes of memory that it needs at most per weight of the student, whose weights take `each` bytes."""
         return 0
 
     def sized(self, tokens: int) -> TeacherKind:
-        """With the tokens of one pass, where it leaves them open."""
+        """Sets the tokens per forward pass if the recipe leaves them open."""
         return self
 
     def scored_at_once(self) -> int | None:
-        """Tokens of one pass; None: it makes none here."""
+        """Tokens per forward pass; None: it runs none in this process."""
         return None
 
     def follows_within(self) -> int | None:
-        """Steps after which its weights are the student's, or nearly so; None: it never follows the student."""
+        """Steps until its weights are (nearly) the student's; None: it never follows the student."""
         return None
 
     def warn(self, view: StageView) -> Iterable[str]:
-        """What may be meant as it is, but has gone wrong for others."""
+        """Warnings: settings that may be intended, but have often gone wrong."""
         return ()
 
     def inquire(self, name: str, tokenizer: Any, student: str) -> RemoteFacts:
-        """Of a teacher elsewhere: refuse one that does not fit the student, or does not take our token; it may be away for now."""
+        """Asks a remote teacher. Raises if it does not fit the student or rejects our token; it may be offline for now."""
         return RemoteFacts()
 
     def refuse_as_part(self, view: StageView) -> Iterable[str]:
-        """Mistakes that it would be as a part of a mixture; it has the role and the view of the whole then."""
+        """Mistakes when used as a part of a mixture, with the mixture's role and view."""
         return self.refuse(view)
 
     def weighed_domains(self) -> list[str]:
-        """Domains that its settings name, beside those that it scores."""
+        """Domains that its weights name, apart from those that it scores."""
         return []
 
     @abstractmethod
@@ -161,7 +161,7 @@ class TeacherKind(Choice):
 AnyTeacher = Annotated[TeacherKind, Family("teacher", default="frozen")]
 
 
-BATCH_TOKENS = 8192  # of a pass, where nothing else is chosen
+BATCH_TOKENS = 8192  # default tokens per forward pass
 
 
 class ModelTeacher(TeacherKind):
@@ -191,7 +191,7 @@ class ModelTeacher(TeacherKind):
 
 
 class FrozenTeacher(ModelTeacher):
-    """A checkpoint that stays as it is: a directory, a hub id, `stage:NAME`, …"""
+    """Scores with a checkpoint that never changes: a directory, a hub id, `stage:NAME`, …"""
 
     name = "frozen"
     by_default = True
@@ -249,11 +249,11 @@ class FrozenTeacher(ModelTeacher):
         return teacher(name, self.role, model, self.batch_tokens, supplies.stop_ids)
 
 
-# Adapters over one shared base: twelve specialists for the memory of one. No torch here.
+# --- Adapters over one shared base: twelve specialists in the memory of one ---
 
 
 class AdapterTeacher(ModelTeacher):
-    """A LoRA directory; its base is in memory once, and is the student's own where that has adapters over the same model."""
+    """Scores with a LoRA directory. Its base is loaded once, and shared with a student that has adapters over the same model."""
 
     name = "adapter"
     has_model = True
@@ -269,7 +269,7 @@ class AdapterTeacher(ModelTeacher):
         return (ModelRef(base_of(self.model, self._directory()), None, self.dtype),)
 
     def scored_with(self) -> Sequence[ModelRef]:
-        return (ModelRef(self.model, None, self.dtype),)  # its base is part of what is hashed
+        return (ModelRef(self.model, None, self.dtype),)  # the hash includes the base
 
     def files(self) -> list[Path]:
         return sorted(path for path in self._directory().iterdir() if path.suffix in (".json", ".safetensors"))

@@ -1,10 +1,10 @@
-"""Kinds of teacher that are made of several others: their distributions are combined token by token. No torch here.
+"""Kinds of teacher made of several others, with distributions combined token by token. No torch here.
 
     mixture         arithmetic or geometric, or the sum of the divergences to every part
     extrapolation   past one teacher, away from another: z = z_toward + w (z_toward - z_away)
 
-A part is any kind of teacher that gives hidden states. Weights are numbers, or change with the step, with the prompt's domain, or
-from token to token with how far apart two parts are.
+A part is any kind of teacher that gives hidden states. A weight is a number, or depends on the step, the prompt's domain, or per
+token on the distance between two parts.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ if TYPE_CHECKING:
     from opd.divergences import Mixture, Projection
     from opd.models.language_model import LanguageModel
 
-FARTHEST = 2.0  # of two distributions, sum |p - q|
-MOST_DOMAINS = 200  # their numbers travel beside hidden states, exactly in any of their types
+FARTHEST = 2.0  # largest sum |p - q| of two distributions
+MOST_DOMAINS = 200  # domain numbers are stored next to hidden states, exact in any of their dtypes
 Number = Annotated[float, Field(ge=-1000, le=1000)]
 
 
 class PartWeight(BaseModel):
-    """What a part weighs. A plain number is one that does not change."""
+    """The weight of a part. A plain number is a constant weight."""
 
     model_config = SETTINGS
     value: Number = 1.0
@@ -68,7 +68,7 @@ class PartWeight(BaseModel):
         return self
 
     def at(self, step: int, domain: str = "") -> float:
-        """Of a step, counted from 1, where the parts agree."""
+        """The weight at a step (from 1), without the part that `distance` adds."""
         if domain in self.domains:
             return self.domains[domain]
         if self.to is None or self.over is None:
@@ -78,7 +78,7 @@ class PartWeight(BaseModel):
         return self.value + (self.to - self.value) * way
 
     def apart(self, value: float, distance: float) -> float:
-        """With what `distance` adds to a value; `opd.teachers.mixture` does the same with tensors."""
+        """Adds the part that depends on `distance`; `BlendedTeacher._value` does the same with tensors."""
         if not self.distance:
             return value
         found = value + self.distance * distance
@@ -87,7 +87,7 @@ class PartWeight(BaseModel):
 
 
 class PartFamily(Family):
-    """Teachers that can be parts: all but those that have parts themselves. A model's name is short for a frozen one."""
+    """Teachers that can be parts: all kinds without parts of their own. A model's name is short for a frozen teacher."""
 
     def names(self) -> list[str]:
         return [name for name in super().names() if name not in COMPOSITE]
@@ -104,10 +104,10 @@ AnyWeight = Annotated[PartWeight, SHORT_FORMS["teachers.NAME.weights.NAME"]]
 
 
 class BlendKind(TeacherKind):
-    """What kinds made of parts have in common."""
+    """Base of the kinds made of parts."""
 
     offers = frozenset({"logprobs_at", "hidden"})
-    of_whole: ClassVar[frozenset[str]] = frozenset({"role", "domains", "view"})  # a part has them from its mixture
+    of_whole: ClassVar[frozenset[str]] = frozenset({"role", "domains", "view"})  # parts inherit them from the mixture
 
     @property
     @abstractmethod
@@ -117,17 +117,17 @@ class BlendKind(TeacherKind):
     @property
     @abstractmethod
     def knobs(self) -> Mapping[str, PartWeight]:
-        """The weights that a recipe sets, by the key of each."""
+        """The weights that a recipe sets, by key."""
         raise NotImplementedError
 
     @abstractmethod
     def blend(self, parts: Sequence[Projection], values: Sequence[float | Tensor]) -> Mixture:
-        """The distributions of the parts, combined; `values` of the knobs, numbers or one per token."""
+        """Combines the distributions of the parts. `values` of the knobs are numbers, or one per token."""
         raise NotImplementedError
 
     @abstractmethod
     def mistake(self, values: Sequence[float]) -> str:
-        """What is wrong with values that the knobs take at some moment; empty if nothing is."""
+        """What is wrong with these values of the knobs; empty if nothing."""
         raise NotImplementedError
 
     @property
@@ -148,7 +148,7 @@ class BlendKind(TeacherKind):
         return list(dict.fromkeys(ref for kind in self.members.values() for ref in kind.scored_with()))
 
     def waiting(self) -> Sequence[ModelRef]:
-        """A model that a part of another kind reads as well stays."""
+        """A model also read by a part that cannot wait stays in memory."""
         staying = {ref for kind in self.members.values() for ref in kind.reads() if ref not in kind.waiting()}
         return [ref for ref in self.reads() if ref not in staying]
 
@@ -160,7 +160,7 @@ class BlendKind(TeacherKind):
         return [path for kind in self.members.values() for path in kind.files()]
 
     def require(self, name: str, tokenizer: Any, signals: Collection[SignalKind]) -> None:
-        asked: tuple[SignalKind, ...] = ("hidden",)  # whatever is made of it
+        asked: tuple[SignalKind, ...] = ("hidden",)  # all signals derive from it
         for key, kind in self.members.items():
             kind.require(f"{name}.{key}", tokenizer, asked)
 
@@ -221,7 +221,7 @@ class BlendKind(TeacherKind):
 
 
 class MixtureTeacher(BlendKind):
-    """Several teachers as one."""
+    """Combines several teachers into one distribution."""
 
     name = "mixture"
 
@@ -287,7 +287,7 @@ class MixtureTeacher(BlendKind):
 
 
 class ExtrapolationTeacher(BlendKind):
-    """Past one teacher, away from another."""
+    """Goes past one teacher, in the direction away from another."""
 
     name = "extrapolation"
 
@@ -324,14 +324,13 @@ class ExtrapolationTeacher(BlendKind):
             yield "`divide` weighs the loss of direct terms, and another term asks for log-probs. Set divide: false."
 
 
-# A teacher made of several: it asks each of them, and combines what they say where a distribution is needed.
-#
-# Hidden states of the parts travel side by side in one signal, (T, D1 + D2 + …). Where weights depend on the domain, one more column
-# holds its number, so that what comes back from the store, or stands in a micro-batch, still knows it.
+# --- The teacher: asks each part, and combines them where a distribution is needed ---
+# One signal holds the hidden states of all parts side by side, (T, D1 + D2 + …). If weights depend on the domain, one more column
+# holds the domain's number, so that it survives the store and micro-batching.
 
 
 class BlendedTeacher(ScoringTeacher):
-    """Its version is the last step after which a part or a weight changed; weights are those of the step after it."""
+    """`version` is the last step after which a part or a weight changed; weights are those of the step after it."""
 
     offers = frozenset({"logprobs_at", "hidden"})
 
@@ -351,10 +350,10 @@ class BlendedTeacher(ScoringTeacher):
 
     @property
     def models(self) -> list[LanguageModel]:
-        """Of the parts that have one, in the order in which they score."""
+        """The models of the parts that have one, in scoring order."""
         return [part.model for part in self._parts.values() if part.model is not None]
 
-    # What it says
+    # Scoring
 
     def score(
         self, rollouts: Sequence[Rollout], need: SignalNeed, seen: Sequence[Rendered] | None = None
@@ -368,7 +367,7 @@ class BlendedTeacher(ScoringTeacher):
         return signals if need.kind == "hidden" or not rollouts else self._logprobs(rollouts, signals)
 
     def _joined(self, rollouts: Sequence[Rollout], seen: Sequence[Rendered]) -> list[Signal]:
-        """Hidden states of every part, side by side, where all of them say something."""
+        """Hidden states of all parts side by side, masked to tokens that every part scores."""
         import torch
 
         said = [part.score(rollouts, SignalNeed("hidden"), seen) for part in self._parts.values()]
@@ -423,7 +422,7 @@ class BlendedTeacher(ScoringTeacher):
         return found if knob.least is None and knob.most is None else found.clamp(knob.least, knob.most)
 
     def _distance(self, parts: Sequence[Projection]) -> Tensor:
-        """(N,) sum |p - q| of the two parts, stop ids as one event."""
+        """(N,) sum |p - q| of the two parts, with stop ids as one event."""
         from opd.divergences import statistics
 
         found = statistics(parts[0].detach(), parts[1].detach(), kind="tvd", merge=(self.stop_ids,)).value
@@ -433,7 +432,7 @@ class BlendedTeacher(ScoringTeacher):
     def measure(self, texts: Sequence[Rendered]) -> dict[str, float]:
         return {key: value for part in self._parts.values() for key, value in part.measure(texts).items()}
 
-    # How it moves
+    # Updates and checkpoints
 
     def observe(self, step: int, weights: WeightsRef) -> None:
         before = self._versions()
@@ -460,7 +459,7 @@ class BlendedTeacher(ScoringTeacher):
 
 
 def _together(name: str, parts: Sequence[ScoringTeacher]) -> Elsewhere | None:
-    """What parts stop at, and the ids that all of them know; those that are the student differ in neither."""
+    """The stop ids of the parts, and the ids that all of them share. Parts that are the student add nothing."""
     found = [part.elsewhere for part in parts if part.elsewhere is not None]
     found += [
         Elsewhere(name, one.stop_ids, one.head.weight.shape[0]) for part in parts if (one := part.model) is not None
@@ -470,7 +469,7 @@ def _together(name: str, parts: Sequence[ScoringTeacher]) -> Elsewhere | None:
 
 
 def models_of(teacher: TeacherLike) -> list[LanguageModel]:
-    """That it scores with in this process, in order."""
+    """The models in this process that a teacher scores with, in order."""
     if isinstance(teacher, BlendedTeacher):
         return teacher.models
     return [] if teacher.model is None else [teacher.model]

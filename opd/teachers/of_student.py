@@ -1,6 +1,7 @@
-"""Kinds of teacher that are the student itself: at the start of the stage, some steps ago, on average, or now. No torch here.
+"""Teachers that are the student itself: at the start of the stage, some steps ago, averaged, or now. No torch here.
 
-They score under a view that shows more than the student is given (a solution, an instruction), or hold it back (role `reference`).
+They score under a view that shows more than the student sees (a solution, an instruction), or keep the student near its start
+(role `reference`).
 """
 
 from __future__ import annotations
@@ -25,17 +26,17 @@ if TYPE_CHECKING:
     from opd.models.language_model import LanguageModel
 
 FLOAT32 = 4  # bytes
-LEAST = 20  # steps between two refreshes below which published runs with an instruction collapse
+LEAST = 20  # published runs with an instruction collapse with fewer steps between two refreshes
 
 
 class StudentTeacher(ModelTeacher):
-    """What they have in common."""
+    """Base of these kinds."""
 
     of_student = True
 
 
 class SelfTeacher(StudentTeacher):
-    """The student as it is when the stage begins."""
+    """Scores with the student as it was at the start of the stage."""
 
     name = "self"
     has_model = True
@@ -52,7 +53,7 @@ class SelfTeacher(StudentTeacher):
 
 
 class BaseTeacher(StudentTeacher):
-    """The model below the student's adapters, which stays as it is; it needs no memory of its own."""
+    """Scores with the frozen model below the student's adapters. Needs no extra memory."""
 
     name = "base"
     has_model = True
@@ -68,7 +69,7 @@ class BaseTeacher(StudentTeacher):
 
 
 class EmaTeacher(StudentTeacher):
-    """A running average of the student's weights: after every step, `rate` of the way towards them."""
+    """Scores with a running average of the student's weights: each step moves it `rate` of the way towards them."""
 
     name = "ema"
     has_model = True
@@ -82,7 +83,7 @@ class EmaTeacher(StudentTeacher):
             )
 
     def bytes_per_weight(self, each: int, lora: bool) -> int:
-        return each if each == FLOAT32 else each + FLOAT32  # means are kept in fp32
+        return each if each == FLOAT32 else each + FLOAT32  # averages are kept in fp32
 
     def follows_within(self) -> int:
         return math.ceil(1 / self.rate)
@@ -92,7 +93,7 @@ class EmaTeacher(StudentTeacher):
 
 
 class RefreshTeacher(StudentTeacher):
-    """A copy of the student that is made anew every so many steps."""
+    """Scores with a copy of the student, renewed every few steps."""
 
     name = "refresh"
     has_model = True
@@ -123,7 +124,7 @@ SPREAD = (
 
 
 class LiveTeacher(StudentTeacher):
-    """The student as it is now, without gradients; only the view tells the two apart."""
+    """Scores with the current student, without gradients. Only the view differs."""
 
     name = "live"
     is_student_now = True
@@ -148,7 +149,7 @@ class LiveTeacher(StudentTeacher):
 
 
 def refuse_chasing(kind: StudentTeacher, view: StageView, every: int, force: bool) -> Iterable[str]:
-    """An instruction to be brief, scored by a teacher that follows closely, runs away: each is briefer than the other."""
+    """Rejects an instruction scored by a teacher that closely follows the student: the effect (e.g. brevity) runs away."""
     if kind.view.instructs and every < LEAST and not force and _asked(kind, view, "reverse_kl"):
         yield (
             f"reverse KL to the student itself under an instruction, renewed every {every} steps: published runs collapsed below "
@@ -169,11 +170,11 @@ def _following(
     )
 
 
-# Teachers made of the student: a copy that follows its weights, and the student itself as it is now.
+# --- The teachers: a copy that follows the student's weights, and the current student ---
 
 
 def copy_of(student: LanguageModel) -> LanguageModel:
-    """The policy as it is now, adapters merged; what training does not change is shared with the student."""
+    """A copy of the current policy with adapters merged. Tensors that training does not change are shared."""
     tensors, moving = student.weights(0).tensors, student.moving()
     clone = student.inference_copy()
     for name, parameter in clone.module.named_parameters():
@@ -183,9 +184,9 @@ def copy_of(student: LanguageModel) -> LanguageModel:
 
 
 class FollowingTeacher(LocalTeacher):
-    """After every `every` steps it goes `rate` of the way to the student's weights; 1 is a copy.
+    """Every `every` steps it moves `rate` of the way to the student's weights; 1 is a copy.
 
-    Means are kept in fp32, whatever the weights: in bfloat16 a step of a hundredth would round to none.
+    Averages are kept in fp32 whatever the dtype of the weights: in bfloat16 a step of 1 % would round to zero.
     """
 
     def __init__(
@@ -238,7 +239,7 @@ class FollowingTeacher(LocalTeacher):
 
 
 class LiveStudent(ScoringTeacher):
-    """Scores with the weights that the step begins with; its head is kept, since a step may have several updates."""
+    """Scores with the weights at the start of the step. Keeps their head, since a step may have several updates."""
 
     def __init__(
         self, name: str, role: str, student: LanguageModel, batch_tokens: int | None, stop_ids: tuple[int, ...]

@@ -1,4 +1,4 @@
-"""Teachers behind a server that others wrote. No torch here.
+"""Teachers on third-party servers. No torch here.
 
 vllm      a vLLM server with its pooling runner: exact hidden states, so every divergence over the full vocabulary
 sglang    an SGLang server that returns hidden states: the same, from its own endpoint
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 
 class ForeignTeacher(TeacherKind):
-    """What the two have in common: an address, the name a model has there, and where its tokenizer is read from here."""
+    """Base of these kinds: an address, the model's name on the server, and where its tokenizer is read from locally."""
 
     address: Addresses = Field(description="of the server: http://HOST:PORT; or of several that serve the same")
     model: Word = Field(description="what it is called there")
@@ -60,7 +60,7 @@ class ForeignTeacher(TeacherKind):
 
     @property
     def local(self) -> str:
-        """The same model as a directory or hub id here."""
+        """The same model as a local directory or hub id."""
         return self.model
 
     @property
@@ -79,7 +79,7 @@ class ForeignTeacher(TeacherKind):
         )
 
     def longest(self, remote: Remote) -> int | None:
-        """Tokens that the model reads there; None: the server does not say. Refuses a name that it does not know."""
+        """The server's context length in tokens; None: not stated. Raises if the server does not know the model's name."""
         found = remote.json("GET", "/v1/models")
         entries = found.get("data") if isinstance(found, dict) else None
         if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
@@ -108,11 +108,11 @@ class ForeignTeacher(TeacherKind):
         return RemoteFacts(notes=(f"{where}: {known}",))
 
     def room(self, length: int | None) -> int:
-        """Tokens of a text that fit into what the server reads."""
+        """Longest text in tokens that fits into the server's context."""
         return sys.maxsize if length is None else length
 
     def require(self, name: str, tokenizer: Any, signals: Collection[SignalKind]) -> None:
-        """The server itself need not be there until the teacher is opened."""
+        """Does not contact the server, which may start later."""
         from opd.models.language_model import describe_head
         from opd.models.tokenizers import require_same
 
@@ -129,7 +129,7 @@ class ForeignTeacher(TeacherKind):
 
 
 class HiddenTeacher(ForeignTeacher):
-    """A server that gives hidden states. The head is read here."""
+    """A server that gives hidden states. The head is read locally."""
 
     stands_still = True
     offers = frozenset({"logprobs_at", "hidden", "topk"})
@@ -147,7 +147,7 @@ class HiddenTeacher(ForeignTeacher):
 
 
 class VllmTeacher(HiddenTeacher):
-    """A vLLM server with its pooling runner."""
+    """Scores on a vLLM server with its pooling runner: exact hidden states."""
 
     name = "vllm"
 
@@ -162,7 +162,7 @@ class VllmTeacher(HiddenTeacher):
 
 
 class SglangTeacher(HiddenTeacher):
-    """An SGLang server that was started with --return-hidden-states-mode full."""
+    """Scores on an SGLang server started with --return-hidden-states-mode full: exact hidden states."""
 
     name = "sglang"
 
@@ -172,7 +172,7 @@ class SglangTeacher(HiddenTeacher):
 
 
 class OpenAITeacher(ForeignTeacher):
-    """Log-probs of the prompt from /v1/completions: of the tokens themselves, and of the likeliest ids."""
+    """Reads log-probs of the prompt from /v1/completions: of the tokens themselves, and of the likeliest ids."""
 
     name = "openai"
     stands_still = True
@@ -188,7 +188,7 @@ class OpenAITeacher(ForeignTeacher):
         return self.tokenizer or self.model
 
     def room(self, length: int | None) -> int:
-        return super().room(length) if length is None else length - 1  # it has to write a token
+        return super().room(length) if length is None else length - 1  # the server has to generate a token
 
     def refuse(self, view: StageView) -> Iterable[str]:
         for term in view.terms:
@@ -204,15 +204,14 @@ class OpenAITeacher(ForeignTeacher):
         return CompletionsTeacher(name, self, supplies)
 
 
-# Log-probs of a prompt's own tokens, as /v1/completions gives them: at the sampled tokens, and of the likeliest ids.
-#
-# Such a server knows neither our stop event nor the mass behind its list. With several stop ids their sum is known where all are
-# listed, or where those that are not cannot change it; else it is missing, and masked.
+# --- Log-probs of a prompt's tokens from /v1/completions ---
+# The server knows neither our stop event nor the mass outside its list. The sum over several stop ids is known only if all are
+# listed, or if unlisted ones cannot change it; otherwise it is missing and masked.
 
 
-SHARP = 1e-3  # nats by which ids that are not listed may change the stop event at most
+SHARP = 1e-3  # largest change of the stop event by unlisted ids, in nats
 LEAST = -9000.0  # vLLM writes -9999 for log 0
-Listed = Mapping[int, float]  # id -> log-prob: the likeliest ids of a position, and the token that stands there
+Listed = Mapping[int, float]  # id -> log-prob: the likeliest ids of a position, and the token in the text
 
 
 class CompletionsTeacher:
@@ -233,7 +232,7 @@ class CompletionsTeacher:
         self._same = Constancy(self, self._remote, student.size, kind.tolerance)
         self._same.open(self._stops)
         plain = next(index for index in range(student.size) if index not in self._stops)
-        self._ask([plain, plain], kind.max_logprobs)  # if that is too many, it says so now
+        self._ask([plain, plain], kind.max_logprobs)  # fails early if max_logprobs is too large
 
     def score(
         self, rollouts: Sequence[Rollout], need: SignalNeed, seen: Sequence[Rendered] | None = None
@@ -252,7 +251,7 @@ class CompletionsTeacher:
         ]
 
     def _ask(self, ids: list[int], k: int) -> list[Listed | None]:
-        """What is listed at every position of a text; None where nothing is, as at the first."""
+        """The list at every position of a text; None where there is none, as at the first."""
         body = {
             "model": self._kind.model,
             "prompt": ids,
@@ -308,7 +307,7 @@ class CompletionsTeacher:
         return entry[token] if entry[token] > LEAST else math.nan
 
     def _fill(self, tops: TopK, place: int, entry: Listed, k: int) -> None:
-        """All that are listed; the token that stands there may come behind the likeliest, and is left out then."""
+        """Fills in the k likeliest ids. The text's own token is left out if it is not among them."""
         import torch
 
         from opd.divergences.supports import sum_resolution
@@ -317,13 +316,13 @@ class CompletionsTeacher:
         tops.ids[place, : len(likeliest)] = [index for index, _ in likeliest]
         tops.logprobs[place, : len(likeliest)] = [value for _, value in likeliest]
         rest = 1.0 - math.fsum(math.exp(value) for _, value in likeliest)
-        tops.tail[place] = math.log(rest) if rest > sum_resolution(torch.float32) else math.nan  # smaller: not known
+        tops.tail[place] = math.log(rest) if rest > sum_resolution(torch.float32) else math.nan  # else rounding
         tops.stop_logprob[place] = self._stop(entry, k)
 
     def _stop(self, entry: Listed, k: int) -> float:
-        """Of all stop ids together; NaN where it is not known. One that is not listed is no likelier than the last of the k likeliest.
+        """Log-prob of all stop ids together; NaN if not known. An unlisted id is at most as likely as the last of the k likeliest.
 
-        The token that stands there is listed beside them, however unlikely it is.
+        The text's own token is listed in addition, however unlikely it is.
         """
         known = [entry[index] for index in self._stops if index in entry]
         if not known:
@@ -337,7 +336,7 @@ class CompletionsTeacher:
         raise ValueError(f"teacher {self.name!r} gives no hidden states")
 
     def observe(self, step: int, weights: WeightsRef) -> None:
-        """It does not move."""
+        """Does nothing: it never changes."""
 
     def state(self) -> Mapping[str, Any]:
         return self._same.state()
@@ -348,19 +347,19 @@ class CompletionsTeacher:
 
 def _listed(entry: Mapping[str, Any]) -> Listed:
     found = {int(index): float(value["logprob"]) for index, value in entry.items()}
-    if not found or not all(value <= 0.01 for value in found.values()):  # NaN is not, either
+    if not found or not all(value <= 0.01 for value in found.values()):  # NaN fails as well
         raise ValueError("no log-probs")
     return found
 
 
-# Hidden states from servers that others wrote: the layers run there, the head is here, and nothing is lost between them.
+# --- Exact hidden states from third-party servers; the head is local ---
 
 
 START = "Start it with --runner pooling --convert embed --pooler-config.task token_embed, or use kind: openai."
 
 
 class RemoteHidden(ScoringTeacher):
-    """`_ask` says how a server is asked about a text."""
+    """Subclasses implement the request in `_ask`."""
 
     def __init__(self, name: str, kind: HiddenTeacher, supplies: TeacherInputs) -> None:
         from opd.models.language_model import load_head
@@ -416,7 +415,7 @@ class PoolingTeacher(RemoteHidden):
             "model": self._kind.model,
             "input": ids,
             "task": "token_embed",
-            "use_activation": False,  # else every row is scaled to length 1
+            "use_activation": False,  # otherwise every row is normalised to length 1
             "encoding_format": "bytes_only",
             "embed_dtype": self._kind.transfer,
             "endianness": "little",
@@ -440,7 +439,7 @@ class PoolingTeacher(RemoteHidden):
 
 
 class SglangHidden(RemoteHidden):
-    """SGLang's /generate, which has to write a token, and gives what its head read as lists of numbers."""
+    """SGLang's /generate. It has to generate a token, and returns hidden states as lists of numbers."""
 
     _kind: SglangTeacher
 

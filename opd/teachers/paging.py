@@ -1,9 +1,9 @@
-"""Any number of frozen teachers, a few of them in memory: the others wait on shelves, and are read back before they score.
+"""Any number of frozen teachers with a few of them in memory. The others wait on shelves and are read back before they score.
 
-With two resident, one scores while the next is read. None is resident while the student is updated, but for one head: what
-a teacher said is kept as hidden states. After every page-in a fixed probe is scored again, behind what the teacher was brought in to
-score, and has to be the same bit for bit. While a batch is scored nobody waits for its answers: they are compared at the end, before
-anything is trained on what the teachers said, or before it is written down. So a GPU goes from one teacher to the next without a pause.
+With two resident, one scores while the next is read. During the update of the student no teacher is resident, except for one
+head: teacher outputs are kept as hidden states. After every page-in the teacher scores its batch and then a fixed probe, whose
+log-probs must be the same bit for bit. Probe answers are compared at the end of the batch, before training on the signals or
+storing them, so a GPU moves from one teacher to the next without waiting.
 """
 
 from __future__ import annotations
@@ -42,23 +42,23 @@ from opd.teachers.pool import probe_rollouts, refuse_changed, refuse_lost
 from opd.teachers.scoring import LocalTeacher, Page
 from opd.teachers.views import behind
 
-SPARE = 0.25  # of a GPU's memory that hidden states leave free; what does not fit goes to pinned host memory
+SPARE = 0.25  # share of GPU memory that hidden states leave free; the rest of them goes to pinned host memory
 
 
 class PagedWeights:
-    """A model's place in the pool: the shelf where its weights wait, and the bytes they are while they are here."""
+    """A model in the pool: the shelf that holds its weights, and the weights as flat bytes while they are resident."""
 
     def __init__(self, model: LanguageModel, shelf: Shelf, layout: FlatLayout) -> None:
         self.name, self.shelf, self.layout, self.device = model.name, shelf, layout, model.device
         self.flat: Tensor | None = None
-        self.asked = True  # since its weights came in
+        self.asked = True  # whether the probe was scored since the last page-in
         self._parameters = dict(model.module.named_parameters())
         self._head = [
             next((name for name, found in self._parameters.items() if found is part), None)
             for part in (model.head.weight, model.head.bias)
         ]
-        own = copy.copy(model)  # whatever vocabulary it comes to share with others, it is compared with itself
-        own.stays = False  # and passes are not recorded: its weights come and go
+        own = copy.copy(model)  # the probe is independent of any vocabulary shared with others
+        own.stays = False  # do not record passes, since weights come and go
         self._scorer = LocalTeacher(model.name, "teacher", own, 8192, own.stop_ids)
         texts = [behind(rollout.prompt_ids, rollout) for rollout in probe_rollouts(own.size, own.stop_ids)]
         self._probe = Page.of(texts, model.device)
@@ -74,13 +74,13 @@ class PagedWeights:
             self._parameters[name].data = view
 
     def take_away(self) -> None:
-        """Shapes, dtypes and device stay as they are; whoever computed with what is left would get NaN."""
+        """Drops the weights. Shapes, dtypes and device stay; the parameters become NaN."""
         self.flat = None
         for parameter in self._parameters.values():
             parameter.data = self._missing[parameter.dtype].expand(parameter.shape)
 
     def ask(self) -> ProbeAnswers:
-        """What it says of the probe, as soon as the device gets there."""
+        """Starts scoring the probe; does not wait for the device."""
         self.asked = True
         return ProbeAnswers(self.name, self._said, self._answers())
 
@@ -90,13 +90,13 @@ class PagedWeights:
         return token_logprobs(projection, self._probe.tokens_N, merge=(self._scorer.stop_ids,), trusted=True)
 
     def head(self) -> tuple[Tensor, Tensor | None]:
-        """While its weights are here."""
+        """The output head of a resident model."""
         weight, bias = (None if name is None else self._parameters[name].data for name in self._head)
         assert weight is not None
         return weight, bias
 
     def read_head(self) -> tuple[Tensor, Tensor | None]:
-        """Its output head alone, from the shelf."""
+        """Reads only the output head from the shelf."""
         found: list[Tensor | None] = []
         for name in self._head:
             if name is None:
@@ -112,7 +112,7 @@ class PagedWeights:
 
 
 class ProbeAnswers(NamedTuple):
-    """To the probe: when the model was opened, and since its weights came back."""
+    """Log-probs of the probe: when the model was opened, and after a page-in."""
 
     name: str
     before: np.ndarray
@@ -123,28 +123,28 @@ class ProbeAnswers(NamedTuple):
 
 
 class Pager:
-    """Brings weights in and takes them away: at most `resident` models at once. `heads`: how many roles teachers have."""
+    """Loads and drops weights, with at most `resident` models at once. `heads`: number of teacher roles."""
 
     def __init__(self, resident: int, keep: Literal["memory", "disk"], scratch: Path, heads: int = 1) -> None:
         self._resident, self._keep, self._scratch, self._room = resident, keep, scratch, heads
-        self._order: list[PagedWeights] = []  # in which they will score
+        self._order: list[PagedWeights] = []  # scoring order
         self._here: list[PagedWeights] = []
         self._coming: dict[PagedWeights, Load] = {}
-        self._arrived: list[Load] = []  # while these score
-        self._answers: list[ProbeAnswers] = []  # that nobody has compared yet
+        self._arrived: list[Load] = []  # loads of the current batch
+        self._answers: list[ProbeAnswers] = []  # not compared yet
         self._heads: dict[PagedWeights, tuple[Tensor, Tensor | None]] = {}
         self._staging, self._reading = Staging(), threading.Lock()
         self._reader = ThreadPoolExecutor(1, "opd-pages") if resident > 1 else None
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
         self._shelves: list[Shelf] = []
         self.sizes: list[int] = []  # bytes of each model
-        self.seconds, self.count = 0.0, 0  # waited for weights, and page-ins, of this step
+        self.seconds, self.count = 0.0, 0  # this step: seconds waited for weights, and page-ins
         self._read_bytes, self._read_seconds = 0, 0.0
 
     # Opening and closing
 
     def take_in(self, model: LanguageModel, source: Path | None) -> PagedModel:
-        """A model that has just been loaded, with its weights put on a shelf. `source`: its checkpoint's directory."""
+        """Puts the weights of a newly loaded model on a shelf. `source`: its checkpoint directory."""
         tensors = {name: parameter.detach() for name, parameter in model.module.named_parameters()}
         layout = FlatLayout(tensors)
         if self._keep == "memory":
@@ -163,15 +163,15 @@ class Pager:
             shelf.close()
 
     def metrics(self) -> dict[str, float]:
-        """Of the last step: seconds waited for weights, how often some were brought in, and how fast (GB/s)."""
+        """Of the last step: seconds waited for weights, page-ins, and read rate (GB/s)."""
         rate = {"page_rate": round(self._read_bytes / self._read_seconds / 1e9, 3)} if self._read_seconds else {}
         return {"time/page": round(self.seconds, 4), "pages": self.count, **rate}
 
-    # Weights that are needed
+    # Paging
 
     @contextmanager
     def scoring(self, order: Sequence[LanguageModel]) -> Iterator[None]:
-        """Models that will score, in this order; afterwards none is resident, and each has said of the probe what it did before."""
+        """Announces the models that will score, in order. On exit every probe has been checked and no model is resident."""
         self.seconds, self.count, self._read_bytes, self._read_seconds = 0.0, 0, 0, 0.0
         self._order = list(dict.fromkeys(model.stay for model in order if isinstance(model, PagedModel)))
         try:
@@ -182,7 +182,7 @@ class Pager:
             self.release()
 
     def bring(self, stay: PagedWeights) -> None:
-        """Have its weights here, and those of the next on their way."""
+        """Makes a model resident and starts loading the next."""
         if stay.flat is not None:
             return
         self.ask()
@@ -201,13 +201,13 @@ class Pager:
             self._arrived.append(load)
 
     def ask(self) -> None:
-        """Models whose weights came in since are asked about the probe; between batches their answers are compared at once."""
+        """Scores the probe with models paged in since the last call. Outside a batch, compares at once."""
         self._answers += [stay.ask() for stay in self._here if not stay.asked]
         if not self._order:
             self._compare()
 
     def check(self) -> None:
-        """Each model whose weights came in since is the one that was opened."""
+        """Checks that every model paged in still gives its original probe answers."""
         self.ask()
         self._compare()
 
@@ -217,7 +217,7 @@ class Pager:
             answer.compare()
 
     def _account(self) -> None:
-        """How long the models of a batch were waited for, once the device is done with them."""
+        """Adds up wait and read times of a batch after the device has finished."""
         for device in {stay.device for stay in self._order if stay.device.type == "cuda"}:
             torch.cuda.current_stream(device).synchronize()
         for load in self._arrived:
@@ -226,7 +226,7 @@ class Pager:
             self._read_bytes += load.size
 
     def head(self, stay: PagedWeights) -> tuple[Tensor, Tensor | None]:
-        """Its output head; of models whose weights are not here, the last few that were asked for stay."""
+        """The output head. Heads of the last few non-resident models are cached."""
         if stay.flat is not None:
             return stay.head()
         if stay not in self._heads:
@@ -239,21 +239,21 @@ class Pager:
         return self._heads[stay]
 
     def release(self) -> None:
-        """Nothing is resident any more, nor on its way."""
+        """Drops all resident models and pending loads."""
         for stay in (*self._here, *self._coming):
             self._drop(stay)
         self._order, self._arrived, self._answers = [], [], []
         self._heads.clear()
 
     def _behind(self, stay: PagedWeights) -> list[PagedWeights]:
-        """Those that score next, as many as have room beside it."""
+        """The next models in scoring order, as many as fit alongside it."""
         if stay not in self._order:
             return []
         at = self._order.index(stay)
         return self._order[at + 1 : at + self._resident]
 
     def _load(self, stay: PagedWeights, reader: ThreadPoolExecutor | None) -> Load:
-        """Into memory that is allocated here, where it is used and freed."""
+        """Starts a load. Memory is allocated on this thread, which also uses and frees it."""
         flat = torch.empty(stay.layout.size, dtype=torch.uint8, device=stay.device)
         if stay.device.type != "cuda":
             return ReadLoad(stay.shelf, flat, reader, self._reading, None)
@@ -273,13 +273,13 @@ class Pager:
 
 
 def _settle(device: torch.device) -> None:
-    """What was computed so far is done."""
+    """Waits until the device has finished."""
     if device.type == "cuda":
         torch.cuda.current_stream(device).synchronize()
 
 
 class PagedModel(LanguageModel):
-    """A model whose weights are here while they are used: all of them for hidden states, the head alone for a loss."""
+    """A model with weights loaded on demand: all of them for hidden states, only the head for a loss."""
 
     stays = False
 
@@ -296,7 +296,7 @@ class PagedModel(LanguageModel):
         return Projection(hidden, weight, bias, self.scale, self.softcap, self.size)
 
     def ask(self) -> None:
-        """Once behind every page-in."""
+        """Scores the probe once after every page-in."""
         self._pager.ask()
 
     @contextmanager
@@ -312,7 +312,7 @@ class PagedModel(LanguageModel):
 
 
 class PagedTeacher(LocalTeacher):
-    """A frozen checkpoint that comes and goes. What it said waits on the device, or where that is full in pinned host memory."""
+    """A frozen, paged checkpoint. Its hidden states stay on the device or, if that is full, in pinned host memory."""
 
     _model: PagedModel
 
@@ -323,7 +323,7 @@ class PagedTeacher(LocalTeacher):
         return host.copy_(hidden, non_blocking=True)
 
     def _signal(self, rollout: Rollout, text: Rendered, values: Any) -> Signal:
-        """Where a view leaves tokens out, what it said is spread over the response: read here, so the copy has to be whole."""
+        """If a view leaves tokens out, values are spread over the response, which reads them; so wait for the copy first."""
         reached = sum(s1 - s0 for s0, s1, _, _ in text.spans)
         if isinstance(values, Tensor) and values.device != self._model.device and reached < rollout.response_ids.size:
             _settle(self._model.device)
@@ -335,7 +335,7 @@ class PagedTeacher(LocalTeacher):
         found = super().score(rollouts, need, seen)
         self._model.ask()
         if any(isinstance(signal.values, Tensor) and signal.values.device != self._model.device for signal in found):
-            _settle(self._model.device)  # copies to the host are whole
+            _settle(self._model.device)  # wait for copies to the host
         return found
 
 
@@ -345,19 +345,18 @@ def _has_room(hidden: Tensor) -> bool:
     return free + unused > SPARE * total
 
 
-# Where a model's weights wait: one run of bytes, in (pinned) host memory or in files, from which any part can be read.
-#
-# Files are read with `pread` straight into place. A mapping would count twice while it is copied, and stay in memory after.
+# --- Shelves: a model's weights as flat bytes in (pinned) host memory or in files ---
+# Files are read with `pread` straight into place. A memory map would take twice the memory during the copy and stay afterwards.
 
 
-ALIGN = 512  # bytes, as torch allocates on CUDA: kernels are chosen by it, and so are the last bits
-PIECE = 256 << 20  # bytes that are pinned together
-STAGE = 32 << 20  # bytes on the way from a file to a GPU
+ALIGN = 512  # bytes, as torch allocates on CUDA: alignment affects kernel choice, and so the last bits
+PIECE = 256 << 20  # bytes pinned at once
+STAGE = 32 << 20  # bytes per staging block between file and GPU
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 class TensorPlace(NamedTuple):
-    """Of one tensor among the bytes of its model."""
+    """Position of a tensor in the flat bytes of its model."""
 
     start: int
     size: int
@@ -366,14 +365,14 @@ class TensorPlace(NamedTuple):
     stride: tuple[int, ...]
 
     def of(self, flat: Tensor, start: int | None = None) -> Tensor:
-        """The tensor, in bytes that begin with it or (without `start`) with the model."""
+        """The tensor as a view of `flat`, which begins at byte `start` of the model (default: at this tensor)."""
         first = self.start if start is None else start
         part = flat[first : first + self.size].view(self.dtype)
         return part.as_strided(self.shape, self.stride, part.storage_offset())
 
 
 class FlatLayout:
-    """Tensors back to back, each where an allocation of its own could begin."""
+    """Tensors back to back, each aligned like a separate allocation."""
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         self.places: dict[str, TensorPlace] = {}
@@ -388,33 +387,33 @@ class FlatLayout:
 
 
 def raw(tensor: Tensor) -> Tensor:
-    """Its bytes, in the order they have in memory."""
+    """The bytes of a tensor in memory order."""
     return tensor.detach().as_strided((tensor.numel(),), (1,), tensor.storage_offset()).view(torch.uint8)
 
 
 class Shelf(Protocol):
     def fill(self, into: Tensor, start: int) -> None:
-        """Bytes from `start` on into a tensor of bytes, on any device; on CUDA in the order of the current stream."""
+        """Copies bytes from `start` into a byte tensor on any device; on CUDA in the order of the current stream."""
 
     def close(self) -> None:
-        """It is not read any more."""
+        """Frees the shelf."""
 
 
 class MemoryShelf:
-    """Host memory, pinned where a GPU reads it, so that copies run beside its kernels."""
+    """Host memory, pinned for GPUs so that copies overlap with kernels."""
 
     def __init__(self, layout: FlatLayout, tensors: Mapping[str, Tensor], device: torch.device) -> None:
         self._pinned = device.type == "cuda"
         plain = torch.empty(0 if self._pinned else layout.size, dtype=torch.uint8)
         self._pieces = pinned(layout.size, PIECE, device) if self._pinned else list(plain.split(PIECE))
         self._unpin = weakref.finalize(self, unpin, self._pieces if self._pinned else [])
-        self._unpin.atexit = False  # the system takes its pages back
+        self._unpin.atexit = False  # the system frees the pages at exit
         for name, place in layout.places.items():
             data = raw(tensors[name])
             for piece, first, part in self._parts(place.start, place.size):
                 piece.copy_(data[first : first + part], non_blocking=True)
         if self._pinned:
-            torch.cuda.current_stream(device).synchronize()  # copies to the host are whole
+            torch.cuda.current_stream(device).synchronize()  # wait for copies to the host
 
     def fill(self, into: Tensor, start: int) -> None:
         for piece, first, part in self._parts(start, into.numel()):
@@ -422,12 +421,12 @@ class MemoryShelf:
 
     def close(self) -> None:
         if self._pinned:
-            torch.cuda.synchronize()  # copies that are under way read from here
+            torch.cuda.synchronize()  # wait for copies that still read from here
         self._unpin()
         self._pieces = []
 
     def _parts(self, start: int, size: int) -> Iterator[tuple[Tensor, int, int]]:
-        """(bytes, where they stand behind `start`, how many)."""
+        """(bytes, offset from `start`, count)."""
         done = 0
         while done < size:
             number, inside = divmod(start + done, PIECE)
@@ -437,7 +436,7 @@ class MemoryShelf:
 
 
 class Staging:
-    """Two pinned blocks in turn, for all models: one is read into while the other is on its way to the GPU."""
+    """Two alternating pinned blocks, shared by all models: one is filled while the other is copied to the GPU."""
 
     def __init__(self) -> None:
         self._blocks: list[tuple[Tensor, torch.cuda.Event]] = []
@@ -449,14 +448,14 @@ class Staging:
             self._blocks = [(torch.empty(STAGE, dtype=torch.uint8, pin_memory=True), torch.cuda.Event()) for _ in "ab"]
         self._turn = 1 - self._turn
         block, free = self._blocks[self._turn]
-        free.synchronize()  # what was in it before has gone
+        free.synchronize()  # wait until the previous content was copied
         yield block
         free.record()
 
 
 @dataclass(frozen=True)
 class Extent:
-    """Bytes of a model, and the file in which they stand. The file stays open, so that nobody can put another in its place."""
+    """A range of a model's bytes in a file. The file stays open, so that it cannot be replaced."""
 
     start: int
     size: int
@@ -466,7 +465,7 @@ class Extent:
 
 
 class DiskShelf:
-    """Files: the checkpoint's own where they hold the very bytes, else one that vanishes with the process."""
+    """Reads from the checkpoint's files if they hold the same bytes, else from a temporary file."""
 
     def __init__(self, extents: Sequence[Extent], staging: Staging) -> None:
         self._extents = sorted(extents, key=lambda extent: extent.start)
@@ -518,7 +517,7 @@ def _pread(extent: Extent, skip: int, into: Tensor) -> None:
 
 
 def _written(layout: FlatLayout, tensors: Mapping[str, Tensor], scratch: Path) -> Extent:
-    """One file without a name: its room is free again when the process ends, however it ends."""
+    """Writes an unnamed file. Its disk space is freed when the process ends, even after a crash."""
     scratch.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryFile(dir=scratch, buffering=0) as file:
         for name, place in layout.places.items():
@@ -531,10 +530,10 @@ def _written(layout: FlatLayout, tensors: Mapping[str, Tensor], scratch: Path) -
 
 
 def _in_checkpoint(layout: FlatLayout, tensors: Mapping[str, Tensor], directory: Path) -> list[Extent] | None:
-    """Where a checkpoint's files hold every tensor, bit for bit; None: they hold them otherwise (another dtype, merged, …)."""
+    """The extents of every tensor in a checkpoint's files; None if any differs in bits (another dtype, merged, …)."""
     opened: dict[Path, int] = {}
     extents: list[Extent] = []
-    with suppress(OSError, ModelError, DiskError):  # it is not here any more, or damaged
+    with suppress(OSError, ModelError, DiskError):  # missing or damaged
         where = {name: (path, found) for path in weight_files(directory) for name, found in _header(path).items()}
         for name, place in layout.places.items():
             path, found = where.get(name, (directory, None))
@@ -553,8 +552,8 @@ def _in_checkpoint(layout: FlatLayout, tensors: Mapping[str, Tensor], directory:
 
 
 def _header(path: Path) -> dict[str, TensorPlace]:
-    """Tensors of a safetensors file by name, and where they stand in it."""
-    read_header(path)  # refuses a damaged one
+    """The tensors of a safetensors file by name, with their positions."""
+    read_header(path)  # raises if damaged
     with path.open("rb") as file:
         (length,) = struct.unpack("<Q", file.read(8))
         header = json.loads(file.read(length))
@@ -583,16 +582,15 @@ def _equal(extent: Extent, tensor: Tensor) -> bool:
     return True
 
 
-# How weights come in: copied by a GPU beside what it computes, or read by a thread.
-#
-# A GPU is told of a copy and goes on. What it computes with these weights waits for the copy, and the copy waits for what is still computed
-# in the memory it goes to; whoever asks waits for neither.
+# --- Loading weights: copied on a separate CUDA stream, or read by a thread ---
+# CUDA copies are asynchronous. Kernels that use the weights wait for the copy, and the copy waits for kernels that still use its
+# memory. The host waits for neither.
 
 
 class Took(NamedTuple):
     """Seconds of a load."""
 
-    waited: float  # with nothing else to do
+    waited: float  # while idle
     read: float
 
 
@@ -600,18 +598,18 @@ class Load(Protocol):
     size: int
 
     def arrive(self) -> Tensor:
-        """The bytes: what is computed from now on finds them there."""
+        """The bytes. Later kernels see them loaded."""
 
     def abandon(self) -> None:
-        """Nobody wants them: what is computed from now on may use their memory."""
+        """Gives the load up. Later kernels may reuse its memory."""
 
     def took(self) -> Took:
-        """Once it has arrived, and everything that was computed behind it is known to be done."""
+        """Call after `arrive`, when all later kernels are known to be done."""
 
 
 class CopiedLoad:
-    """From pinned memory, on a stream of its own. `computing` is the one where things are computed, `event` makes one that takes the
-    time, and in `on(stream)` copies go there.
+    """Copies from pinned memory on a separate stream. `computing` returns the compute stream, `event` makes a timing event, and
+    `on(stream)` is a context that runs copies on `stream`.
     """
 
     def __init__(
@@ -625,7 +623,7 @@ class CopiedLoad:
     ) -> None:
         self.size, self._flat, self._computing = into.numel(), into, computing
         self._began, self._ended, self._asked, self._arrived = (event() for _ in range(4))
-        copying.wait_stream(computing())  # what was computed in this memory before
+        copying.wait_stream(computing())  # wait for earlier kernels that used this memory
         with on(copying):
             self._began.record(copying)
             shelf.fill(into, 0)
@@ -649,17 +647,17 @@ class CopiedLoad:
 
     def took(self) -> Took:
         waited, read = self._asked.elapsed_time(self._arrived), self._began.elapsed_time(self._ended)
-        return Took(waited / 1000, read / 1000)  # of milliseconds
+        return Took(waited / 1000, read / 1000)  # from milliseconds
 
     def _given(self) -> Tensor:
-        """Kept here no longer: it is free as soon as its new owner lets it go."""
+        """Hands over the tensor, so that its memory is freed as soon as the new owner drops it."""
         flat = self._flat
         del self._flat
         return flat
 
 
 class ReadLoad:
-    """By a thread, or without one when it is asked for. On CUDA, `copying` is the stream that brings what was read there."""
+    """Reads in a thread, or in `arrive` if there is none. On CUDA, `copying` is the stream for host-to-device copies."""
 
     def __init__(
         self,
@@ -678,7 +676,7 @@ class ReadLoad:
 
     def arrive(self) -> Tensor:
         if self._copying is not None:
-            torch.cuda.current_stream(self._copying.device).synchronize()  # what was computed is not waited for
+            torch.cuda.current_stream(self._copying.device).synchronize()  # do not count compute time as waiting
         start = time.perf_counter()
         if self._future is not None:
             flat = self._future.result()
@@ -691,7 +689,7 @@ class ReadLoad:
 
     def abandon(self) -> None:
         if self._future is not None:
-            wait([self._future])  # its memory is written to until then
+            wait([self._future])  # the thread writes to its memory until then
         self._future = self._flat = None
 
     def took(self) -> Took:
@@ -707,18 +705,16 @@ class ReadLoad:
         return into
 
 
-# Host memory that a GPU reads by itself: pages that stay where they are.
-#
-# torch's own allocator locks them on one thread and rounds every block up to a power of two: a dozen models of 8 GB would take
-# minutes before the first step. Here they are asked for in large pages where the system has some, and written to and locked by
-# several threads.
+# --- Pinned host memory ---
+# torch's own allocator pins on one thread and rounds every block up to a power of two: a dozen models of 8 GB would take minutes
+# before the first step. We use huge pages where available, and write and pin with several threads.
 
 
 THREADS = 8
 
 
 def pinned(size: int, piece: int, device: torch.device) -> list[Tensor]:
-    """Bytes in pieces of this size, each locked as a whole: a copy may not cross from one to the next. `unpin` them."""
+    """Allocates bytes in pieces, each pinned as a whole; a copy must not cross two pieces. Free them with `unpin`."""
     free = _available()
     if free is not None and size > free:
         raise TrainingError(
@@ -726,9 +722,7 @@ def pinned(size: int, piece: int, device: torch.device) -> list[Tensor]:
             "Set pool.keep: disk."
         )
     pieces = list(_mapped(size).split(piece))
-    number = (
-        torch.cuda.current_device() if device.index is None else device.index
-    )  # else threads begin on the first one
+    number = torch.cuda.current_device() if device.index is None else device.index  # threads would start on device 0
     with ThreadPoolExecutor(THREADS, "opd-pin", torch.cuda.set_device, (number,)) as pool:
         codes = list(pool.map(_lock, pieces))
     wrong = [code for code in codes if code]
@@ -742,7 +736,7 @@ def pinned(size: int, piece: int, device: torch.device) -> list[Tensor]:
 
 
 def _available() -> int | None:
-    """Bytes of host memory that can be had; what is locked cannot be swapped out, and the system would end whoever has most."""
+    """Bytes of available host memory. Pinned memory cannot be swapped out, so using more would wake the OOM killer."""
     facts = Path("/proc/meminfo")
     lines = facts.read_text(encoding="ascii").splitlines() if facts.is_file() else []
     return next((int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable")), None)
@@ -754,15 +748,15 @@ def unpin(pieces: list[Tensor]) -> None:
 
 
 def _mapped(size: int) -> Tensor:
-    """Bytes of the system, in large pages where it gives some; the tensor keeps them."""
+    """Allocates bytes, in huge pages where available. The tensor owns them."""
     if sys.platform != "linux":
         return torch.empty(size, dtype=torch.uint8)
     area = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with suppress(OSError):  # a system without large pages
+    with suppress(OSError):  # no huge pages
         area.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(area, dtype=torch.uint8)
 
 
 def _lock(piece: Tensor) -> int:
-    piece.zero_()  # pages that exist already are locked ten times as fast as those that have to be found meanwhile
+    piece.zero_()  # touch the pages first: pinning existing pages is ten times as fast
     return int(torch.cuda.cudart().cudaHostRegister(piece.data_ptr(), piece.numel(), 0))

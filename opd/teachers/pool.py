@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 def movable(kinds: Mapping[str, TeacherKind], parts: bool = False) -> list[ModelRef]:
-    """Models of frozen teachers alone, which can be anywhere while others score. `parts`: those of mixtures, too."""
+    """Models used only by teachers that can be paged out while others score. `parts`: include parts of mixtures."""
     waiting = {name: set(kind.waiting()) if parts or kind.can_wait else set() for name, kind in kinds.items()}
     staying = {ref for name, kind in kinds.items() for ref in kind.reads() if ref not in waiting[name]}
     coming = (ref for name, kind in kinds.items() for ref in kind.reads() if ref in waiting[name])
@@ -48,12 +48,12 @@ class TeacherPool(BaseModel):
         return self.keep or ("memory" if device.startswith("cuda") else "disk")
 
     def paged(self, kinds: Mapping[str, TeacherKind]) -> list[ModelRef]:
-        """Models that come and go; none where all have room. What another kind reads, is quantised or has a `device` stays."""
+        """Models to page; empty if all fit. Models that are quantised, have a `device` or serve another kind stay resident."""
         coming = movable(kinds, parts=True)
         return coming if self.resident is not None and self.resident < len(coming) else []
 
     def describe(self, sizes: Sequence[int], device: str) -> str:
-        """In words, of models that come and go, in bytes; empty where all are resident."""
+        """Describes the paging of models of these sizes in bytes; empty if all are resident."""
         if not sizes:
             return ""
         least, most = bytes_in_words(min(sizes)), bytes_in_words(max(sizes))
@@ -66,7 +66,7 @@ class TeacherPool(BaseModel):
         )
 
     def refuse(self, kinds: Mapping[str, TeacherKind], drawn: Iterable[str]) -> Iterable[str]:
-        """`drawn`: keys of the recipe that draw tokens from teachers, or read all their weights at once."""
+        """`drawn`: recipe keys that sample from teachers, or read all their weights at once."""
         if self.keep is not None and self.resident is None:
             yield f"pool.keep {self.keep} says where teachers wait, but all of them are resident. Set pool.resident."
         if self.resident is not None and not any(kind.waiting() for kind in kinds.values()):
@@ -81,7 +81,7 @@ class TeacherPool(BaseModel):
                 )
 
 
-# The teachers of a stage, opened together; and what a checkpoint holds of them.
+# --- Opening the teachers of a stage; their state in checkpoints ---
 
 
 def open_teachers(
@@ -90,9 +90,9 @@ def open_teachers(
     load: Callable[[ModelRef], LanguageModel],
     context: RunContext | None = None,
 ) -> tuple[dict[str, TeacherLike], tuple[int, ...]]:
-    """The teachers by name, and the stop ids of all models together. A model that several teachers name is loaded once.
+    """The teachers by name, and the stop ids of all models together. A model shared by several teachers is loaded once.
 
-    What `load` gives may be a `paging.PagedModel`, whose weights wait elsewhere.
+    `load` may give a `paging.PagedModel`, which keeps its weights outside of GPU memory.
     """
     context = context or RunContext()
     models: dict[ModelRef, LanguageModel] = {}
@@ -122,7 +122,7 @@ def open_teachers(
 
 
 def _crossing(name: str, kind: TeacherKind, supplies: TeacherInputs) -> TeacherLike:
-    """A teacher with another tokenizer: it has stop ids of its own, and some ids mean the same as the student's."""
+    """A teacher with another tokenizer. It has its own stop ids, and some of its ids match ids of the student."""
     (ref,) = kind.reads()
     model, student = supplies.load(ref), supplies.student
     teacher = kind.open(name, replace(supplies, stop_ids=model.stop_ids))
@@ -137,7 +137,7 @@ def _crossing(name: str, kind: TeacherKind, supplies: TeacherInputs) -> TeacherL
 
 
 def settled(ref: ModelRef, home: torch.device) -> ModelRef:
-    """The student's own device goes without its name: one model, however it is written."""
+    """Normalises the student's device to None, so that equal references compare equal."""
     import torch
 
     named = home if ref.device is None else torch.device(ref.device)
@@ -145,7 +145,7 @@ def settled(ref: ModelRef, home: torch.device) -> ModelRef:
 
 
 def teacher_tensors(teachers: Mapping[str, TeacherLike]) -> dict[str, Any]:
-    """What a checkpoint has to hold of all of them, under the number of each."""
+    """The tensors of all teachers for a checkpoint, with keys prefixed by the teacher's number."""
     return {
         f"{number}/{key}": tensor
         for number, teacher in enumerate(teachers.values())
@@ -156,29 +156,29 @@ def teacher_tensors(teachers: Mapping[str, TeacherLike]) -> dict[str, Any]:
 def restore_teachers(
     teachers: Mapping[str, TeacherLike], versions: Mapping[str, int], tensors: Mapping[str, Any]
 ) -> None:
-    """What `teacher_tensors` gave."""
+    """Restores the output of `teacher_tensors`."""
     for number, (name, teacher) in enumerate(teachers.items()):
         own = {key.removeprefix(f"{number}/"): value for key, value in tensors.items() if key.startswith(f"{number}/")}
         teacher.restore(versions.get(name, 0), own)
 
 
-# A fixed text that a teacher scores when it is opened, and again whenever its weights came back from somewhere.
+# --- Probe: fixed texts that a teacher scores when opened, and again after its weights were reloaded ---
 #
-# probe = Probe(teacher, size=student.size, avoid=stop_ids)      # scored once: what it says from now on is compared with this
+# probe = Probe(teacher, size=student.size, avoid=stop_ids)      # scores once, as the reference
 # probe.check(teacher)                                           # after a page-in, a wake-up, a reconnect
 #
-# A teacher whose weights were lost answers in time and in shape, with the same number for every token: only comparing tells.
+# A teacher that lost its weights still answers in the right shape, with the same number for every token. Only comparing shows it.
 
 
 LENGTHS = ((3, 5), (2, 9), (6, 7))  # prompt and response of each text
-FLAT = 1e-5  # nats: no two of its answers differ by more, so they say nothing about any token
+FLAT = 1e-5  # nats: log-probs that all lie within this range carry no information
 
 
 class Probe:
-    """What a teacher said when it was opened. `size`: ids of the shared vocabulary, of which those in `avoid` are not drawn.
+    """A teacher's scores when it was opened. `size`: size of the shared vocabulary; ids in `avoid` are not used.
 
-    `tolerance` (nats) is 0 within a process: the same weights give the same bits. Across a network the other side may batch
-    differently, so say there what rounding may cost.
+    `tolerance` (nats) is 0 within a process: the same weights give the same bits. A remote server may batch differently, so
+    allow for rounding there.
     """
 
     def __init__(self, teacher: TeacherLike, size: int, *, avoid: Sequence[int] = (), tolerance: float = 0.0) -> None:
@@ -187,7 +187,7 @@ class Probe:
         refuse_lost(teacher.name, self.logprobs, size)
 
     def check(self, teacher: TeacherLike) -> None:
-        """Refuse a teacher that does not say what it said when it was opened."""
+        """Raises if the teacher's scores have changed since it was opened."""
         refuse_changed(teacher.name, self.logprobs, self._score(teacher), self._tolerance)
 
     def _score(self, teacher: TeacherLike) -> np.ndarray:
@@ -196,7 +196,7 @@ class Probe:
 
 
 def refuse_lost(name: str, logprobs: np.ndarray, size: int) -> None:
-    """Answers that say nothing about any token, of a model with so many ids."""
+    """Raises if scores carry no information. `size`: size of the vocabulary."""
     strange = ~np.isfinite(logprobs)
     if strange.any():
         raise TrainingError(
@@ -223,7 +223,7 @@ def refuse_changed(name: str, before: np.ndarray, now: np.ndarray, tolerance: fl
 
 
 def probe_rollouts(size: int, avoid: Sequence[int] = ()) -> list[Rollout]:
-    """Texts of ids that any model of this vocabulary can read; always the same ones."""
+    """Fixed texts of ids that any model with this vocabulary can read."""
     known = np.setdiff1d(np.arange(size, dtype=np.int32), np.asarray(avoid, dtype=np.int32))
     return [_rollout(f"probe/{number}", known, *lengths) for number, lengths in enumerate(LENGTHS)]
 

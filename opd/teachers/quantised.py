@@ -1,8 +1,8 @@
-"""Teachers whose linear layers are quantised with torchao, and what that costs.
+"""Teachers with linear layers quantised by torchao, and the KL that this costs.
 
-A model is loaded on the host, and layer after layer is quantised on the device that scores; head and embeddings stay as they are, since
-exact divergences read the head itself. The weights as they were wait on the host until the first batch is there: its texts are
-scored with both, one layer at a time brought back, so the device never holds more than the quantised model and a layer.
+A model is loaded on the host and quantised layer by layer on the device that scores. Head and embeddings are not quantised, since
+exact divergences read the head. The original weights stay on the host until the first batch, whose texts are scored with both.
+Layers are brought back one at a time, so the device never holds more than the quantised model and one layer.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from opd.records import Rendered, WeightsRef
 from opd.teachers.kinds import ModelRef, Quantisation
 from opd.teachers.scoring import LocalTeacher, Page
 
-MEASURED = 2048  # tokens of the first batch at most, but one text at least
+MEASURED = 2048  # at most this many tokens of the first batch, but at least one text
 GROUPS = {"int4": 128, "mxfp4": 32}  # weights that share a scale
-TRIAL = (256, 256)  # of the layer that shows whether a device can
+TRIAL = (256, 256)  # shape of the layer that tests whether a device supports the kind
 
 
 def require_quantiser(whose: str, kind: Quantisation, dtype: str, device: torch.device | str) -> None:
-    """Refuse what cannot run here, before weights are loaded: a small layer is quantised and used."""
+    """Quantises and runs a small layer, to raise before weights are loaded if the kind does not run here."""
     if importlib.util.find_spec("torchao") is None:
         raise RecipeError(f"{whose}: quantise: {kind} needs the torchao package: pip install 'opd[quantised]'.")
     from torchao.quantization import quantize_
@@ -49,8 +49,8 @@ def require_quantiser(whose: str, kind: Quantisation, dtype: str, device: torch.
 
 
 def _config(kind: Quantisation) -> Any:
-    """Weights alone; of mxfp4 the activations too, which torchao has no other way for: both are rounded, products are those of
-    bfloat16, on any device. `set_inductor_config` would change the precision of everybody's matrix products.
+    """Quantises weights only; for mxfp4 torchao quantises activations too: both are rounded and multiplied in bfloat16, on any
+    device. `set_inductor_config` would change the precision of all matrix products in the process.
     """
     from torchao.quantization import Float8WeightOnlyConfig, Int4WeightOnlyConfig, Int8WeightOnlyConfig
 
@@ -68,7 +68,7 @@ def _config(kind: Quantisation) -> Any:
 
 
 def load_teacher(ref: ModelRef, name: str, revision: str | None, dtype: str, device: str) -> LanguageModel:
-    """`name`, `dtype` and `device`: those of the reference, or what stands for them in this run."""
+    """`name`, `dtype` and `device`: those of the reference, as resolved in this run."""
     if ref.quantise is None:
         return load_model(name, dtype=dtype, revision=revision, device=device)
     model = load_model(name, dtype=dtype, revision=revision, device="cpu")
@@ -77,7 +77,7 @@ def load_teacher(ref: ModelRef, name: str, revision: str | None, dtype: str, dev
 
 
 def quantise_(model: LanguageModel, kind: Quantisation, device: torch.device | str = "cpu") -> None:
-    """In place, on its way to the device. `model.unquantised` has the weights that were, until they are dropped."""
+    """Quantises in place while moving to the device. `model.unquantised` keeps the original weights until they are dropped."""
     from torchao.quantization import quantize_
 
     def chosen(module: nn.Module, name: str = "") -> bool:
@@ -98,10 +98,10 @@ def quantise_(model: LanguageModel, kind: Quantisation, device: torch.device | s
 
 
 class QuantisedTeacher(LocalTeacher):
-    """Scores with what is left of the weights."""
+    """Scores with quantised weights."""
 
     def measure(self, texts: Sequence[Rendered]) -> dict[str, float]:
-        """KL(as it was || as it is), in nats per token of these texts. Once: what it was is dropped then."""
+        """KL(original || quantised) in nats per token on these texts. Measured once; the original weights are then dropped."""
         model = self._model
         if not model.unquantised or not texts:
             return {}
@@ -138,7 +138,7 @@ def _few(texts: Sequence[Rendered]) -> list[Rendered]:
 
 @contextmanager
 def _put_back(module: nn.Module, weights: dict[str, Tensor]) -> Iterator[None]:
-    """Within it, every layer computes with the weight it had; each is on the device only while it is used."""
+    """A context in which every layer uses its original weight, which is on the device only during use."""
     handles = []
     for name, layer in module.named_modules():
         if name in weights:

@@ -24,9 +24,9 @@ def routes(
     places: Mapping[str, str] | None = None,
 ) -> dict[str, dict[str, str]]:
     """{role: {value: teacher}} for every role the objective asks for. `where` names the stage, if there are several;
-    `places`: where each value first stands, for messages.
+    `places`: where each value first occurs, for messages.
 
-    A teacher scores the values that it lists under `domains`, else the one it is named after, else (alone in its role) all.
+    A teacher scores the values in its `domains`, else the value with its name, else all if it is alone in its role.
     """
     known, table = list(dict.fromkeys(values)), {}
     for role in dict.fromkeys([*roles, *(kind.role for kind in teachers.values())]):
@@ -45,7 +45,7 @@ def routes(
 
 
 def require_known_domains(teachers: Mapping[str, TeacherKind], domains: Sequence[str], where: str) -> None:
-    """That a mixture weighs its parts by."""
+    """Raises if a mixture has weights for unknown domains."""
     for name, kind in teachers.items():
         unknown = [domain for domain in kind.weighed_domains() if domain not in domains]
         if unknown:
@@ -96,7 +96,7 @@ def _pick(
 
 
 def chooser(table: Mapping[str, str], column: str) -> Callable[[Prompt], str]:
-    """The teacher of a prompt. One whose value nobody could see at the start is refused when it comes."""
+    """The teacher of a prompt. Raises for values that were not known at start-up."""
 
     def choose(prompt: Prompt) -> str:
         value = route_value(prompt, column)
@@ -110,7 +110,7 @@ def chooser(table: Mapping[str, str], column: str) -> Callable[[Prompt], str]:
 
 
 def one_per_domain(table: Mapping[str, str], found: Iterable[tuple[str, str]]) -> dict[str, str]:
-    """Domain -> teacher, of the domains that one teacher scores alone. `found`: (domain, value) of every prompt."""
+    """Domain -> teacher, for domains scored by a single teacher. `found`: (domain, value) of every prompt."""
     owners: dict[str, set[str]] = {}
     for domain, value in found:
         owners.setdefault(domain, set()).update([table[value]] if value in table else [])

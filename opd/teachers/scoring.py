@@ -1,6 +1,6 @@
-"""What teachers with a distribution of their own have in common: texts packed back to back, one row per token that is scored.
+"""Base of teachers with their own distribution: texts packed back to back, one row per scored token.
 
-A teacher of this kind gives `hidden`, and `project` turns that into its distribution; log-probs of the response follow.
+Such a teacher gives `hidden`, and `project` turns that into its distribution; log-probs of the response follow.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, eq=False)
 class Page:
-    """One forward pass. N = tokens that the spans of its texts pair with a response, one after the other."""
+    """One forward pass. N = tokens that the spans of its texts pair with a response, in order."""
 
     ids_T: Tensor
     layout: Packed
@@ -59,7 +59,7 @@ class Page:
 
 
 def _positions(text: Rendered, first: int) -> np.ndarray:
-    """Positions that the spans pair: in the response (0), or in what is read (2)."""
+    """Positions that the spans pair: in the response (first=0), or in the teacher's text (first=2)."""
     return np.concatenate([np.arange(span[first], span[first + 1]) for span in text.spans] or [np.zeros(0, dtype=int)])
 
 
@@ -71,15 +71,15 @@ def tempered(projection: Projection, temperature: float) -> Projection:
 
 
 class ScoringTeacher:
-    """A teacher is this with `hidden` and `project`."""
+    """Implement `hidden` and `project` to make a teacher."""
 
     offers: frozenset[SignalKind] = frozenset({"logprobs_at", "hidden", "topk"})
     version = 0
     context = sys.maxsize
-    temperature = 1.0  # of its own distribution, whatever the student's
-    elsewhere: Elsewhere | None = None  # what is known of models that are not in this process
+    temperature = 1.0  # of its own distribution, independent of the student's
+    elsewhere: Elsewhere | None = None  # facts about models outside of this process
     matched: tuple[np.ndarray, np.ndarray] | None = (
-        None  # ids of student and teacher that mean the same, if they differ
+        None  # matching ids of student and teacher, if their tokenizers differ
     )
 
     def __init__(
@@ -99,32 +99,32 @@ class ScoringTeacher:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Of the tokenizer that gives ids their meaning."""
+        """Fingerprint of the tokenizer."""
         return "" if self.model is None else fingerprint(self.model.tokenizer)
 
     def hidden(self, page: Page) -> Tensor:
-        """(N, D), one row per token that is scored."""
+        """(N, D), one row per scored token."""
         raise NotImplementedError
 
     def project(self, hidden: Tensor) -> Any:
-        """Its distribution: a `Projection`, or a `Mixture` of some."""
+        """Its distribution: a `Projection`, or a `Mixture` of several."""
         raise NotImplementedError
 
     @property
     def width(self) -> int:
-        """D, of the hidden states that `project` takes; a mixture tells its parts apart by it."""
+        """D of the hidden states that `project` takes; a mixture splits its parts by it."""
         raise NotImplementedError
 
     def kept(self, hidden: Tensor) -> Tensor:
-        """Hidden states as they wait for the loss: where they are, unless a teacher knows a better place."""
+        """Hidden states as kept until the loss. Override to move them elsewhere."""
         return hidden
 
     def tempered(self, projection: Projection) -> Projection:
-        """Logits divided by its temperature: behind the cap, so the cap shrinks with them."""
+        """Divides logits by its temperature, after the softcap, so the cap shrinks with them."""
         return tempered(projection, self.temperature)
 
     def measure(self, texts: Sequence[Rendered]) -> dict[str, float]:
-        """What is to be known of it on the texts of a first batch, for the metrics of that step."""
+        """Extra metrics, measured on the texts of the first batch."""
         return {}
 
     def require_offered(self, need: SignalNeed) -> None:
@@ -155,11 +155,11 @@ class ScoringTeacher:
         return [found[number] for number in range(len(seen))]
 
     def _answers(self, asked: Sequence[tuple[list[Rendered], list[str]]], need: SignalNeed) -> Iterable[list[Any]]:
-        """Batch after batch: its texts, and the rollouts that they are of."""
+        """The values of each batch of texts and rollout ids."""
         return (self._fitting(texts, need, ids) for texts, ids in asked)
 
     def _fitting(self, texts: Sequence[Rendered], need: SignalNeed, ids: Sequence[str]) -> list[Any]:
-        """The values of a batch; where memory runs out, of its halves, and later batches are half as large."""
+        """The values of a batch. If memory runs out, splits it in halves and halves later batches."""
         import torch
 
         try:
@@ -179,7 +179,7 @@ class ScoringTeacher:
 
     @staticmethod
     def is_known(ids: Sequence[str], need: SignalNeed) -> bool:
-        """Whether the hidden states of these rollouts come with what is asked, so that no pass is needed."""
+        """Whether `need` includes the hidden states of these rollouts, so that no forward pass is needed."""
         return need.hidden is not None and all(name in need.hidden for name in ids)
 
     def _values(self, texts: Sequence[Rendered], need: SignalNeed, ids: Sequence[str]) -> list[Any]:
@@ -204,7 +204,7 @@ class ScoringTeacher:
             return [part.numpy() for part in logprobs_N.cpu().split(page.counts)]
 
     def _likeliest(self, projection: Projection, k: int, counts: Sequence[int]) -> list[TopK]:
-        """Each stop id beside the k likeliest others, so that they can be one event at any temperature."""
+        """The k likeliest ids and every stop id, so that stop ids can be one event at any temperature."""
         from opd.divergences import likeliest_ids
 
         ids, logprobs, tail, stop = (part.cpu().numpy() for part in likeliest_ids(projection, k, self.stop_ids))
@@ -212,7 +212,7 @@ class ScoringTeacher:
         return [whole.rows(index) for index in np.split(np.arange(len(tail)), np.cumsum(counts)[:-1])]
 
     def _signal(self, rollout: Rollout, text: Rendered, values: Any) -> Signal:
-        """Values at their response positions; NaN and masked where no span reaches."""
+        """Puts values at their response positions; NaN and masked outside of spans."""
         from torch import Tensor
 
         mask = np.zeros(rollout.response_ids.size, dtype=bool)
@@ -226,7 +226,7 @@ class ScoringTeacher:
         return Signal(self.name, self.version, self.role, text.view, text.spans, values, mask)
 
     def observe(self, step: int, weights: WeightsRef) -> None:
-        """It does not move."""
+        """Does nothing: it never changes."""
 
     def state(self) -> Mapping[str, Tensor]:
         return {}
@@ -236,7 +236,7 @@ class ScoringTeacher:
 
 
 class _Numbered(NamedTuple):
-    """A text and its number, as `pack` cuts them into batches."""
+    """A text and its number, for `pack`."""
 
     number: int
     text: Rendered
@@ -251,17 +251,17 @@ class _Numbered(NamedTuple):
 
 
 def reached(signal: Signal) -> Tensor:
-    """Hidden states of the tokens that a span reaches."""
+    """Hidden states of the tokens inside spans."""
     import torch
 
     values: Tensor = signal.values
-    if signal.crossed is not None:  # the teacher's own tokens, every one in a span
+    if signal.crossed is not None:  # the teacher's own tokens, all of them in spans
         return values
     return values if signal.mask.all() else values[torch.from_numpy(signal.mask).to(values.device)]
 
 
 def span_sums(values: np.ndarray, spans: Sequence[tuple[int, int, int, int]], size: int) -> np.ndarray:
-    """(T,) log-probs of spans, each divided over the student's tokens in it; `values` are the teacher's tokens'."""
+    """(T,) log-probs of spans, each divided over the student's tokens in it. `values`: log-probs of the teacher's tokens."""
     found, at = np.full(size, np.nan, dtype=values.dtype), 0
     for s0, s1, t0, t1 in spans:
         found[s0:s1] = values[at : at + t1 - t0].sum() / (s1 - s0)
@@ -284,7 +284,7 @@ def spread(values: Any, mask: np.ndarray) -> Any:
     return found
 
 
-# A teacher in this process: a model that scores exact token ids in packed batches.
+# --- A teacher in this process: scores exact token ids in packed batches ---
 
 
 class LocalTeacher(ScoringTeacher):
@@ -297,7 +297,7 @@ class LocalTeacher(ScoringTeacher):
 
         super().__init__(name, role, stop_ids, batch_tokens, model.device)
         self._model, self.context = model, model.context
-        self._heads: dict[torch.device, tuple[Tensor, Tensor | None]] = {}  # copies on other devices than its own
+        self._heads: dict[torch.device, tuple[Tensor, Tensor | None]] = {}  # copies on other devices
         model.module.requires_grad_(False)
         model.graphs = model.graphs or PassGraphs.of(model)
 
@@ -316,7 +316,7 @@ class LocalTeacher(ScoringTeacher):
             if new:
                 next(turns)
             yield values(texts, need, ids)
-        for _ in turns:  # none are left; where other ranks have more of them, this one joins in
+        for _ in turns:  # no texts remain here; join the passes of ranks that have more
             pass
 
     @property
@@ -324,7 +324,7 @@ class LocalTeacher(ScoringTeacher):
         return int(self._model.head.weight.shape[1])
 
     def project(self, hidden: Tensor) -> Projection:
-        """On the device of the hidden states: the student's, where a loss is computed, has its own copy of the head."""
+        """Projects on the device of the hidden states. The student's device, which computes the loss, has a copy of the head."""
         projection = self._model.project(hidden.to(self._model.dtype))
         if hidden.device != projection.weight.device:
             weight, bias = self._head_on(hidden.device, projection)

@@ -1,4 +1,4 @@
-"""A teacher behind `opd serve`: hidden states come over HTTP and the head comes once, so that divergences stay exact. No torch here."""
+"""A teacher on `opd serve`. Hidden states come over HTTP and the head once, so divergences stay exact. No torch here."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ if TYPE_CHECKING:
 
     from opd.divergences import Projection
 
-GLANCE = 3.0  # seconds for a first look, which need not succeed
+GLANCE = 3.0  # timeout in seconds of the first, optional contact
 
 
 class LimitFacts(BaseModel):
-    """What the server takes in one request."""
+    """What the server accepts in one request."""
 
     bytes: int = Field(ge=1)
     tokens: int = Field(ge=1)
@@ -52,7 +52,7 @@ class LimitFacts(BaseModel):
 
 
 class ServedFacts(BaseModel):
-    """What a server says about a model."""
+    """Facts that a server states about a model."""
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 
@@ -73,12 +73,12 @@ class ServedFacts(BaseModel):
 
     @property
     def version(self) -> int:
-        """Of what is served; every signal carries it, so that a resume with other weights is refused."""
+        """Derived from the weights' hash. Every signal carries it, so resuming with other weights fails."""
         return int(self.weights[:12], 16)
 
 
 class ServedTeacher(TeacherKind):
-    """A model behind `opd serve`."""
+    """Scores with a model on `opd serve`."""
 
     name = "served"
     stands_still = True
@@ -117,7 +117,7 @@ class ServedTeacher(TeacherKind):
         )
 
     def facts(self, remote: Remote) -> ServedFacts:
-        """What is served under the name now."""
+        """Facts about the model currently served under the name."""
         found = remote.json("GET", f"/models/{self.model}")
         try:
             facts = ServedFacts.model_validate(found)
@@ -159,15 +159,15 @@ class ServedTeacher(TeacherKind):
         return ServedScorer(name, self, supplies)
 
 
-# A served teacher at work: asks in batches, waits for a server that is away, and refuses one that came back as another.
+# --- Scoring: asks in batches, waits for an unreachable server, rejects one that returns as another model ---
 
 
-ROUNDING = 0.05  # nats that a probe may differ by where requests of several clients share a forward pass
+ROUNDING = 0.05  # tolerance of the probe in nats when requests of several clients share a forward pass
 HEADS = "heads"  # directory of heads by their hash
 
 
 class ServedScorer(ScoringTeacher):
-    """`hidden` comes from the server; what it means as a distribution is worked out here, with the server's head."""
+    """Hidden states come from the server. They are projected locally with the server's head."""
 
     def __init__(self, name: str, kind: ServedTeacher, supplies: TeacherInputs) -> None:
         self._kind, self._remote, self._student = kind, kind.connect(supplies.context), supplies.student
@@ -186,8 +186,8 @@ class ServedScorer(ScoringTeacher):
         self.fingerprint = facts.tokenizer
         self.elsewhere = Elsewhere(kind.title, facts.stop_ids, facts.rows)
         self._weight, self._bias = self._head(supplies.context.directory)
-        self._known, self._seen = {facts.instance}, set[str]()  # processes that serve it, and those that have answered
-        self._checking = True  # what is asked now is not checked itself
+        self._known, self._seen = {facts.instance}, set[str]()  # checked server processes, and those that have answered
+        self._checking = True  # requests of a check are not checked themselves
         self._probe = Probe(
             self, supplies.student.size, avoid=self.stop_ids, tolerance=0.0 if self._exact else ROUNDING
         )
@@ -213,7 +213,7 @@ class ServedScorer(ScoringTeacher):
         return self.tempered(replace(whole, size=self._student.size))
 
     def _answers(self, asked: Sequence[tuple[list[Rendered], list[str]]], need: SignalNeed) -> Iterable[list[Any]]:
-        """Several requests at once. If the server was another process for any of them, the probe decides whether they count."""
+        """Sends requests in parallel. If a new server process answered any of them, the probe decides whether they count."""
         most = self._facts.limits.sequences
         long = [texts for texts, _ in asked if len(texts) > most]
         if long:
@@ -230,7 +230,7 @@ class ServedScorer(ScoringTeacher):
             found = self._remote.map(calls)
             if not self._seen <= self._known:
                 self._remote.check_used(self._is_the_same)
-                self._known |= self._seen  # of one that is away again: its weights are what their hash says
+                self._known |= self._seen  # includes servers that are away again: their weights' hash was checked
         finally:
             self._checking = False
         return found
@@ -288,7 +288,7 @@ class ServedScorer(ScoringTeacher):
             f"{self._remote.address}: model {self._kind.model!r} answered with {found}. Is it `opd serve`?"
         )
 
-    # Whether it still is the teacher that was opened
+    # Checking that it is still the same teacher
 
     def _require_weights(self, weights: str) -> None:
         if weights != self._facts.weights:
@@ -298,7 +298,7 @@ class ServedScorer(ScoringTeacher):
             )
 
     def _is_the_same(self) -> None:
-        """Of another process: the same facts, and the same answers to the probe."""
+        """Raises unless a new process has the same facts and gives the same answers to the probe."""
         facts = self._kind.facts(self._remote)
         self._require_weights(facts.weights)
         told = {"instance", "limits"}
@@ -320,7 +320,7 @@ class ServedScorer(ScoringTeacher):
     # The head
 
     def _head(self, directory: Path | None) -> tuple[Tensor, Tensor | None]:
-        """From the run's directory if it is there, and from the server if not; it is what its hash says, or refused."""
+        """Reads the head from the run's directory, or else from the server. Raises if it does not match its hash."""
         digest = self._facts.head
         file = None if directory is None else directory / HEADS / f"{digest}.safetensors"
         frame = file.read_bytes() if file is not None and file.is_file() else b""
@@ -338,26 +338,26 @@ class ServedScorer(ScoringTeacher):
         return weight, None if bias is None else bias.to(self.device)
 
 
-# Whether a server still is what it was: when it is first asked, behind every batch, and when a run is taken up.
+# --- Checking that a server has not changed: at the first request, after every batch, and on resume ---
 
 
 PROBE = "probe"
 STARTED = re.compile(rb"^process_start_time_seconds (\S+)$", re.MULTILINE)  # among Prometheus metrics
-ROUNDS = 3  # in which a server may be another process each time
+ROUNDS = 3  # a server may be another process in each of this many rounds
 T = TypeVar("T")
 
 
 class Constancy:
-    """A probe that a remote teacher scores. What it said goes into checkpoints, so that a resume finds the same teacher."""
+    """A probe for a remote teacher. The scores go into checkpoints, so that a resume can verify the teacher."""
 
     def __init__(self, teacher: TeacherLike, remote: Remote, size: int, tolerance: float) -> None:
         self._teacher, self._remote, self._size, self._tolerance = teacher, remote, size, tolerance
         self._probe: Probe | None = None
-        self._processes: dict[OneServer | None, str | None] = {}  # that were seen last; None: it does not say
-        self._changed: set[OneServer | None] = set()  # since the last batch began
+        self._processes: dict[OneServer | None, str | None] = {}  # last seen process of each server; None: unknown
+        self._changed: set[OneServer | None] = set()  # servers that changed since the last batch began
 
     def open(self, avoid: tuple[int, ...]) -> None:
-        """Ask twice: a server that answers one text in two ways is told at once, as are two that serve different models."""
+        """Asks twice, to detect a server that is not deterministic, and servers with different models."""
         probe = Probe(self._teacher, self._size, avoid=avoid, tolerance=self._tolerance)
         for place in self._remote.places:
             place.used = True
@@ -365,12 +365,12 @@ class Constancy:
         self._probe = probe
 
     def map(self, calls: Sequence[Callable[[], T]]) -> list[T]:
-        """Answers in order. They count if who gave them still is the same server: it may have been restarted with nobody looking.
+        """Answers in order. They count only if their server is still the same afterwards, since it may have been restarted.
 
-        What one of several answered that is away when it is looked at, the others are asked again. So is what was answered while
-        a server was restarted: it may have been another in between.
+        Requests answered by a server that is away at the check go to the others again. Requests answered during a restart are
+        repeated, since another model may have answered.
         """
-        probe, self._probe = self._probe, None  # while it is scored itself
+        probe, self._probe = self._probe, None  # the probe's own requests are not checked
         if probe is None:
             return self._remote.map(calls)
         look, found, missing, rounds = partial(self._look, probe), dict[int, T](), list(range(len(calls))), 0
@@ -390,7 +390,7 @@ class Constancy:
         return [found[number] for number in range(len(calls))]
 
     def _look(self, probe: Probe) -> None:
-        """Whether it says what it said, and whether it is the process that it was when it was looked at last."""
+        """Checks the probe's answers, and notes whether the server's process has changed since the last check."""
         probe.check(self._teacher)
         place = self._remote.looked_at
         before = self._processes.get(place, "")
@@ -400,18 +400,18 @@ class Constancy:
                 self._changed.add(place)
 
     def _process(self) -> str | None:
-        """When the server was started, as vLLM's metrics tell."""
+        """The server's start time from vLLM's metrics; None if it has none."""
         try:
             metrics, _ = self._remote.bytes("GET", "/metrics", accept="text/plain")
         except ServerAway:
             raise
-        except RemoteError:  # it has none
+        except RemoteError:  # no metrics
             return None
         found = STARTED.search(metrics)
         return None if found is None else found[1].decode()
 
     def _give_up_telling(self) -> list[OneServer | None]:
-        """Several processes stand behind one address: nobody can tell from here when one of them is restarted."""
+        """Stops watching restarts of addresses with several processes, where they cannot be detected."""
         for place in self._changed:
             self._processes[place] = None
             where = self._remote.address if place is None else place.address
@@ -430,7 +430,7 @@ class Constancy:
         return {PROBE: torch.from_numpy(self._probe.logprobs)}
 
     def restore(self, version: int, tensors: Mapping[str, Any]) -> None:
-        """Refuse another teacher than the one that the run began with."""
+        """Raises if the teacher differs from the one that the run began with."""
         assert self._probe is not None
         teacher, now = self._teacher, self._probe.logprobs
         if version != teacher.version:

@@ -1,7 +1,7 @@
-"""What a teacher has in common with its student, measured on a few answers before training: one `Pair` each.
+"""Compares each teacher with its student on a few answers before training: one `Pair` each.
 
-Pure measuring: nothing is trained, drawn or changed. A teacher is asked for what it offers; what it cannot say is None.
-Thresholds are published where `docs/teachers.md` says so; remedies are the published ones.
+Only measures: nothing is trained, sampled or changed. Values that a teacher does not offer are None. Thresholds are published
+where `docs/teachers.md` says so; remedies are the published ones.
 """
 
 from __future__ import annotations
@@ -26,26 +26,26 @@ from opd.teachers.other_servers import CompletionsTeacher
 from opd.teachers.scoring import ScoringTeacher
 from opd.teachers.views import Group, SameView, View, aligned_bytes, behind, texts_for
 
-K = 16  # of the overlap
+K = 16  # of the top-K overlap
 FAR, APART, LOST = 0.15, 0.7, 0.8  # nats of KL; overlap; mass of stopping where answers stop
-ORIGIN = 0.5  # cosine between weights; those of one origin are near 1, others near 0
-ALIGNED = 0.9  # share of the text that spans pair, where tokenizers differ
-SAMPLE = 65_536  # weights of a tensor that are compared
-COMPARED = 4  # tensors
+ORIGIN = 0.5  # cosine between weights: near 1 with a common origin, else near 0
+ALIGNED = 0.9  # share of the text inside spans, if tokenizers differ
+SAMPLE = 65_536  # weights compared per tensor
+COMPARED = 4  # tensors compared
 ASK = "`opd diagnose` measures whether a cold start on its own answers comes first."  # a few answers do not tell
 
 
 @dataclass(frozen=True)
 class Samples:
-    """A few answers of the student, and of the dataset where it has any."""
+    """A few answers of the student, and of the dataset if it has any."""
 
     rollouts: Sequence[Rollout]
     prompts: Mapping[str, Prompt]
     groups: Mapping[str, Group]
-    reference: Sequence[Rollout] = ()  # the dataset's; they end where an answer ends
+    reference: Sequence[Rollout] = ()  # from the dataset; they end where an answer ends
 
     def of(self, wanted: Callable[[Prompt], bool]) -> Samples:
-        """The part whose prompts are wanted; all of it where none is."""
+        """The samples with wanted prompts; all if there are none."""
 
         def some(rollouts: Sequence[Rollout]) -> list[Rollout]:
             return [rollout for rollout in rollouts if wanted(self.prompts[rollout.prompt_id])]
@@ -55,7 +55,7 @@ class Samples:
 
 
 class Finding(NamedTuple):
-    """Something to be warned of."""
+    """A warning."""
 
     what: str
     value: str
@@ -64,23 +64,23 @@ class Finding(NamedTuple):
 
 @dataclass(frozen=True)
 class Pair:
-    """One teacher beside the student; None: it cannot be known, or is of no meaning here."""
+    """One teacher compared with the student. None: unknown, or not applicable."""
 
     teacher: str
-    ids_differ: int | None = None  # ids of the tokenizers that mean something else
-    rows: tuple[int, int] | None = None  # of the heads, student and teacher
-    context: tuple[int, int] | None = None  # likewise
+    ids_differ: int | None = None  # ids with different meanings in the two tokenizers
+    rows: tuple[int, int] | None = None  # of the heads: (student, teacher)
+    context: tuple[int, int] | None = None  # in tokens: (student, teacher)
     template: float | None = None  # nats: mean |difference| of its log-probs under its own chat template
-    stop_ids: tuple[tuple[int, ...], tuple[int, ...]] | None = None  # that each names
-    stop_mass: float | None = None  # its probability of stopping where answers stop
+    stop_ids: tuple[tuple[int, ...], tuple[int, ...]] | None = None  # (student, teacher)
+    stop_mass: float | None = None  # the teacher's probability of stopping where answers stop
     kl: float | None = None  # nats per token, student to teacher, on the student's answers
     sampled: bool = False  # the KL is an estimate from log-probs
-    overlap: float | None = None  # of the two top K
+    overlap: float | None = None  # of the top K of both
     origin: float | None = None  # cosine between the weights
-    aligned: float | None = None  # share of the text's bytes in spans, where tokenizers differ
-    memory: int | None = None  # bytes that it holds beside the student's
-    plain: int = 0  # prompts that are text alone, where the student has a chat template
-    tokens: int = 0  # measured on
+    aligned: float | None = None  # share of the text's bytes inside spans, if tokenizers differ
+    memory: int | None = None  # bytes in addition to the student's
+    plain: int = 0  # prompts of plain text, if the student has a chat template
+    tokens: int = 0  # number of tokens measured
 
     @property
     def findings(self) -> list[Finding]:
@@ -94,9 +94,9 @@ class Pair:
 def compare(
     student: LanguageModel, name: str, teacher: TeacherLike, view: View, probe: Samples, stop_ids: tuple[int, ...]
 ) -> Pair:
-    """`stop_ids`: of all models together, one event."""
+    """`stop_ids`: of all models together, as one event."""
     model: LanguageModel | None = teacher.model
-    with nullcontext() if model is None else model.resident():  # its weights are looked at as well
+    with nullcontext() if model is None else model.resident():  # its weights are compared as well
         return Pair(name, **_measured(student, model, teacher, view, probe, stop_ids))
 
 
@@ -125,7 +125,7 @@ def _measured(
 
 
 def _of_models(student: LanguageModel, model: LanguageModel) -> dict[str, Any]:
-    """What the two models say about themselves."""
+    """Facts from the two models' configurations."""
     return {
         "ids_differ": len(differing_ids(student.tokenizer, model.tokenizer)),
         "rows": (student.head.weight.shape[0], model.head.weight.shape[0]),
@@ -137,7 +137,7 @@ def _of_models(student: LanguageModel, model: LanguageModel) -> dict[str, Any]:
 
 
 def _of_elsewhere(student: LanguageModel, teacher: TeacherLike) -> dict[str, Any]:
-    """What is known of one that is not here, or made of several; its tokenizer is the student's, or it had been refused."""
+    """Facts of a remote or composite teacher. Its tokenizer is the student's, as was checked before."""
     known = teacher.elsewhere if isinstance(teacher, ScoringTeacher | CompletionsTeacher) else None
     if known is None:
         return {}
@@ -150,7 +150,7 @@ def _of_elsewhere(student: LanguageModel, teacher: TeacherLike) -> dict[str, Any
 
 
 def _plain_prompts(student: LanguageModel, probe: Samples) -> int:
-    """Texts that hold a special token are templates filled in already."""
+    """Counts plain-text prompts. Texts with a special token are already-rendered templates and do not count."""
     if not student.tokenizer.chat_template:
         return 0
     texts = [probe.prompts[rollout.prompt_id].text or "" for rollout in probe.rollouts]
@@ -164,7 +164,7 @@ def _divergence(
     shown: Sequence[tuple[Rollout, Rendered]],
     stop_ids: tuple[int, ...],
 ) -> dict[str, Any]:
-    """Exact from hidden states, or estimated from log-probs of the student's own tokens."""
+    """KL, exact from hidden states or estimated from log-probs of the student's tokens."""
     rollouts, texts = [rollout for rollout, _ in shown], [text for _, text in shown]
     if "hidden" in teacher.offers and not any(text.crossed for text in texts):
         signals = teacher.score(rollouts, SignalNeed("hidden"), texts)
@@ -190,7 +190,7 @@ def _divergence(
 def _aligned(
     student: LanguageModel, rollouts: Sequence[Rollout], texts: Sequence[Rendered | None], stop_ids: tuple[int, ...]
 ) -> float | None:
-    """The share of the answers' bytes that spans pair."""
+    """The share of the answers' bytes inside spans."""
     nothing = Rendered(np.zeros(0, dtype=np.int32), ())
     found = [
         aligned_bytes(rollout, text or nothing, student.tokenizer, stop_ids)
@@ -201,7 +201,7 @@ def _aligned(
 
 
 def _stop_mass(teacher: TeacherLike, view: View, probe: Samples, stop_ids: tuple[int, ...]) -> float | None:
-    """Where answers stop, of the dataset's if there are any: a student stops in wrong places too."""
+    """Stop probability where answers stop. Prefers answers of the dataset, since a student may stop in wrong places."""
     ended = [rollout for rollout in probe.reference or probe.rollouts if _stopped(rollout, stop_ids)]
     if not ended:
         return None
@@ -215,7 +215,7 @@ def _stopped(rollout: Rollout, stop_ids: tuple[int, ...]) -> bool:
 
 
 def _plainly(teacher: TeacherLike, view: View, probe: Samples, rollouts: Sequence[Rollout]) -> list[Signal]:
-    """Log-probs behind what the student reads; in the teacher's own tokens, where they are others."""
+    """Log-probs after the student's prompt; in the teacher's own tokens if tokenizers differ."""
     plain = view if view.crosses else SameView()
     texts = texts_for(plain, rollouts, probe.prompts, probe.groups, teacher.context)
     shown = [(rollout, text) for rollout, text in zip(rollouts, texts, strict=True) if text is not None]
@@ -225,7 +225,7 @@ def _plainly(teacher: TeacherLike, view: View, probe: Samples, rollouts: Sequenc
 def _template(
     student: LanguageModel, model: LanguageModel, teacher: TeacherLike, view: View, probe: Samples
 ) -> float | None:
-    """How much its own chat template would change what it says of the answers; 0 where both render the same ids."""
+    """How much the teacher's own chat template would change its log-probs; 0 if both render the same ids."""
     pairs: list[tuple[Rollout, Rendered, Rendered]] = []
     same = 0
     for rollout in probe.rollouts:
@@ -253,7 +253,7 @@ def _template(
 
 
 def same_origin(student: LanguageModel, model: LanguageModel) -> float | None:
-    """Cosine between some weights of the two; None where no tensors have the same shapes, or nobody has them whole."""
+    """Cosine between some weights of the two models; None if no shapes match, or weights are sharded."""
     if model.spread or not student.passes_alone:
         return None
     ours = dict((student if student.adapter is None else student.base()).module.named_parameters())
@@ -277,7 +277,7 @@ def _part(weights: Tensor) -> Tensor:
 
 
 def held(model: LanguageModel, student: LanguageModel) -> int:
-    """Bytes of weights that are not the student's as well."""
+    """Bytes of weights that are not shared with the student."""
     shared = {parameter.data_ptr() for parameter in student.module.parameters()} if student.passes_alone else set()
     own = {part.data_ptr(): part for parameter in model.module.parameters() for part in stored_parts(parameter)}
     return sum(tensor.numel() * tensor.element_size() for place, tensor in own.items() if place not in shared)
@@ -287,11 +287,11 @@ def _mean(values: Tensor) -> float | None:
     return float(values.double().mean()) if values.numel() else None
 
 
-# What is worth a warning, and what others did about it
+# --- Warnings and remedies ---
 
 
 def warnings(pairs: Sequence[Pair]) -> list[str]:
-    """One line for each thing that was found, with the teachers that it was found of."""
+    """One line for each finding, with its teachers."""
     found: dict[tuple[str, str], list[str]] = {}
     for pair in pairs:
         for finding in pair.findings:

@@ -1,8 +1,8 @@
-"""A teacher by hand: any kind that a recipe can name, opened in one line.
+"""Opens a teacher of any kind that a recipe can name, in one line.
 
 teacher = opd.Teacher("tiny/arithmetic", student)
 teacher.predict(batch)                                   # the distribution of every response token: a `Projection`
-teacher.score(rollouts, SignalNeed("logprobs_at"))       # signals, as the objective asks for them
+teacher.score(rollouts, SignalNeed("logprobs_at"))       # signals, as objectives request them
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from opd.teachers.views import behind
 class Teacher:
     """`settings`: a model, or a recipe's keys of a teacher.
 
-    With its `student`, tokenizers are compared, and from then on the student stops at its teacher's stop ids, too: they are one
-    event, also for teachers of the same student that are opened later. Give `student.stop_ids` to whatever merges them.
+    With a `student`, tokenizers are compared, and from then on the student also stops at the teacher's stop ids. All stop ids are
+    one event, also for teachers of the same student opened later. Pass `student.stop_ids` to functions that merge them.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class Teacher:
                 if ref.quantise is not None:
                     require_quantiser(name, ref.quantise, dtype, where)
                 loaded[ref] = load_teacher(ref, ref.model, ref.revision, dtype, where)
-                loaded[ref].unquantised = {}  # there is no first batch to compare them on
+                loaded[ref].unquantised = {}  # no first batch to compare on
             return loaded[ref]
 
         beside = student if student is not None else load(kind.reads()[0])
@@ -93,7 +93,7 @@ class Teacher:
 
     @torch.no_grad()
     def predict(self, batch: Pack) -> Source:
-        """The distribution of every response token of a batch: row t - 1 predicts token t."""
+        """The distribution at every response token of a batch: row t - 1 predicts token t."""
         self._follow()
         signals = self._opened.score(batch.rollouts, SignalNeed("hidden"))
         return self.project(torch.cat([signal.values for signal in signals]).to(self._beside.device))
@@ -106,7 +106,7 @@ class Teacher:
         return self._opened.score(rollouts, need, seen)
 
     def _follow(self) -> None:
-        """Another teacher of the same student, opened since, may have brought more stop ids: they are one event here, too."""
+        """Adopts stop ids added by teachers of the same student that were opened later."""
         beside = self._beside
         if (beside.stop_ids, beside.size) == (self.stop_ids, self._size):
             return
@@ -135,7 +135,7 @@ class Teacher:
 
 
 def _refuse(name: str, kind: TeacherKind, student: LanguageModel | None) -> None:
-    """What can be seen without terms; `samples` is the caller's."""
+    """Raises for mistakes that can be seen without objective terms."""
     lora = student is not None and student.adapter is not None
     view = StageView(Rollouts(samples=2), None, (), frozenset({kind.role}), lora=lora)
     mistakes = [f"{name}: {mistake}" for choice in (kind, kind.view) for mistake in choice.refuse(view)]

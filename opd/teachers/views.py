@@ -1,7 +1,7 @@
-"""Views: what a teacher reads of a rollout. The response stays exactly the ids that were sampled; what stands before it may differ.
+"""Views: what a teacher reads of a rollout. The response keeps exactly the sampled ids; the text before it may differ.
 
-Positions are paired by spans (s0, s1, t0, t1): response tokens s0..s1 stand at t0..t1 of what the teacher reads, so prompts of any
-length line up. A rollout for which a view has nothing to show is masked and counted. No torch here.
+Spans (s0, s1, t0, t1) pair positions: response tokens s0..s1 are at t0..t1 of the teacher's text, so prompts of any length line
+up. A rollout for which a view has nothing to show is masked and counted. No torch here.
 """
 
 from __future__ import annotations
@@ -20,25 +20,25 @@ from opd.records import Prompt, Rendered, Rollout
 from opd.registry import Choice, Count, Family, Needs, Positive, StageView, Word, changed
 
 Text = Annotated[str, Field(min_length=1, max_length=100_000)]
-CUT = " ... "  # where a text that was too long lacks a part
-QUESTION = "prompt"  # in a template: the question itself
-THOUGHT = "</think>"  # where thinking ends; a chat template may have opened it before the answer begins
+CUT = " ... "  # replaces the part that was cut from a long text
+QUESTION = "prompt"  # the template field of the question
+THOUGHT = "</think>"  # end of thinking; a chat template may have opened it before the answer begins
 
 
 @dataclass(frozen=True)
 class Group:
-    """The rollouts of one prompt, their rewards, and what is needed to render another prompt in front of them."""
+    """The rollouts of one prompt, their rewards, and what is needed to render another prompt before them."""
 
     rollouts: Sequence[Rollout]
     tokenizer: Any
     rewards: Mapping[str, float | None] = field(default_factory=dict)
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     stop_ids: tuple[int, ...] = ()
-    feedback: Mapping[str, str] = field(default_factory=dict)  # what came with the rewards, where anything did
-    student: Any = None  # the tokenizer of the responses, where `tokenizer` is the teacher's
+    feedback: Mapping[str, str] = field(default_factory=dict)  # feedback that came with the rewards, if any
+    student: Any = None  # the tokenizer of the responses, if `tokenizer` is the teacher's
 
     def behind(self, prompt: Prompt, rollout: Rollout, skip: int = 0) -> Rendered:
-        """The response behind another prompt; its first `skip` tokens are read, not scored."""
+        """The response after another prompt. Its first `skip` tokens are read but not scored."""
         return behind(self.prompt_ids(prompt), rollout, skip)
 
     def prompt_ids(self, prompt: Prompt) -> np.ndarray:
@@ -47,7 +47,7 @@ class Group:
         return render_prompt(prompt, self.tokenizer, self.template_kwargs)
 
     def answer(self, rollout: Rollout) -> str:
-        """A response as text, without its thinking, whether that ends in text or in a special token."""
+        """A response as text without its thinking, whether `</think>` is plain text or a special token."""
         from opd.data.render import response_text
 
         ids, end = rollout.response_ids, self.tokenizer.convert_tokens_to_ids(THOUGHT)
@@ -65,13 +65,13 @@ def behind(prompt_ids: np.ndarray, rollout: Rollout, skip: int = 0) -> Rendered:
 
 
 class View(Choice):
-    """`rewrite` is enough for a view that changes the prompt alone; one that looks at other rollouts overrides `render`."""
+    """Override `rewrite` to change the prompt alone, or `render` to use other rollouts."""
 
     family = "view"
-    reads_feedback: ClassVar[bool] = False  # so that what came with a reward is kept
-    crosses: ClassVar[bool] = False  # the teacher has another tokenizer, and reads the response in its own tokens
-    of_prompt: ClassVar[bool] = True  # the prompt alone says what it shows
-    reprompts: ClassVar[bool] = True  # what it shows is a prompt, so that answers can be sampled under it
+    reads_feedback: ClassVar[bool] = False  # reads feedback, so that it is kept with the rewards
+    crosses: ClassVar[bool] = False  # the teacher reads the response in the tokens of its own tokenizer
+    of_prompt: ClassVar[bool] = True  # depends on the prompt alone
+    reprompts: ClassVar[bool] = True  # shows a prompt, so that answers can be sampled under it
 
     skip: Count = Field(0, description="first tokens of every response that are read, but not scored")
     chat_template: Literal["student", "teacher"] = Field(
@@ -80,12 +80,12 @@ class View(Choice):
 
     @property
     def as_sampled(self) -> bool:
-        """Whether it shows exactly what the student read, so that there always is something to show."""
+        """Whether it shows exactly what the student read, so there is always something to show."""
         return False
 
     @property
     def instructs(self) -> bool:
-        """Whether it asks for another manner of answering, which a close follower overdoes."""
+        """Whether it changes the style of answers. A teacher that closely follows the student would overdo it."""
         return False
 
     def refuse(self, view: StageView) -> Iterable[str]:
@@ -94,22 +94,22 @@ class View(Choice):
 
     @property
     def idle_for_student(self) -> Iterable[str]:
-        """Settings that mean nothing where it is the student that reads and answers."""
+        """Settings that have no effect if the student reads the view and answers."""
         if self.chat_template == "teacher" and self.reprompts:
             yield f"the student reads the view {self.name} through its own chat template. Drop chat_template."
         if self.skip:
             yield f"skip is for tokens that a teacher scores, and under the view {self.name} the student answers. Drop it."
 
     def rewrite(self, prompt: Prompt) -> Prompt | None:
-        """What stands in place of the prompt; None: it has nothing to show for this one."""
+        """The prompt to show instead; None: nothing to show for this prompt."""
         return prompt
 
     def shows(self) -> set[str]:
-        """Fields of a row that it names."""
+        """The fields of a row that it uses."""
         return set()
 
     def reprompt(self, prompt: Prompt, rollout: Rollout, group: Group) -> Prompt | None:
-        """What stands in place of the prompt for this answer."""
+        """The prompt to show for this answer."""
         return self.rewrite(prompt)
 
     def render(self, prompt: Prompt, rollout: Rollout, group: Group) -> Rendered | None:
@@ -121,7 +121,7 @@ AnyView = Annotated[View, Family("view", default="same")]
 
 
 class SameView(View):
-    """What the student read."""
+    """Shows exactly what the student read."""
 
     name = "same"
     by_default = True
@@ -137,7 +137,7 @@ class SameView(View):
 
 
 class InstructionView(View):
-    """An instruction that the student is not given: "Be concise.", a system prompt, experience, a document."""
+    """Adds an instruction that the student does not see: "Be concise.", a system prompt, experience, a document."""
 
     name = "instruction"
     instruction: Text = Field(description="its text")
@@ -157,7 +157,7 @@ class InstructionView(View):
 
 
 class ShowingView(View):
-    """Views that show texts beside the question. The question is never cut, and neither is the response."""
+    """Views that show texts next to the question. Neither the question nor the response is ever cut."""
 
     longest: Positive | None = Field(None, description="characters of each text that is shown; longer ones are cut")
     keep: Literal["start", "end", "both"] = Field("start", description="with longest: the part of a text that stays")
@@ -176,7 +176,7 @@ class ShowingView(View):
 
 
 class TemplateView(ShowingView):
-    """The question and fields of its row that the student is not given: a solution, a hint, a document."""
+    """Shows the question with fields of its row that the student does not see: a solution, a hint, a document."""
 
     name = "template"
     template: Text = Field(description="`{prompt}` is the question, `{FIELD}` a column of its row; `{{` is a brace")
@@ -190,7 +190,7 @@ class TemplateView(ShowingView):
 
     @property
     def instructs(self) -> bool:
-        """One that shows nothing of the row but the question is an instruction around it."""
+        """A template without fields other than the question is an instruction."""
         return not self.shows() and self.template.strip() != f"{{{QUESTION}}}"
 
     def shows(self) -> set[str]:
@@ -205,7 +205,7 @@ class TemplateView(ShowingView):
 
 
 class ContextView(ShowingView):
-    """A shorter text in place of the long one that the student reads: only what the question is about (OPSDL)."""
+    """Replaces the long document that the student reads by its relevant part (OPSDL)."""
 
     name = "context"
     document: Word = Field("document", description="of context: the column with the text that stands in the prompt")
@@ -228,13 +228,13 @@ class ContextView(ShowingView):
         return replaced(prompt, long, self.cut(short))
 
 
-# A batch
+# --- Rendering a batch ---
 
 
 def texts_for(
     view: View, rollouts: Sequence[Rollout], prompts: Mapping[str, Prompt], groups: Mapping[str, Group], context: int
 ) -> list[Rendered | None]:
-    """What each rollout looks like to a teacher that can read `context` tokens; None: nothing, or more than it can read."""
+    """What a teacher with a context of `context` tokens reads of each rollout; None: nothing to show, or too long."""
     found: list[Rendered | None] = []
     for rollout in rollouts:
         text = view.render(prompts[rollout.prompt_id], rollout, groups[rollout.group])
@@ -247,8 +247,8 @@ def texts_for(
 
 
 def require_aligned(view: View, text: Rendered, rollout: Rollout) -> None:
-    """Every span pairs response tokens with the same ids in what is read, behind at least one token; with those of another
-    tokenizer, which cover the same bytes, where the teacher has one.
+    """Raises unless every span pairs response tokens with the same ids in the text, after at least one token. With another
+    tokenizer, the spans pair tokens that cover the same bytes.
     """
     end = 0
     for s0, s1, t0, t1 in text.spans:
@@ -262,14 +262,14 @@ def require_aligned(view: View, text: Rendered, rollout: Rollout) -> None:
         end = s1
 
 
-# Views that look at rewards and at other answers to the same prompt. No torch here.
+# --- Views that use rewards and other answers to the same prompt ---
 
 
 SIBLING, FEEDBACK = "sibling", "feedback"
 
 
 class RewardedView(View):
-    """What it shows depends on rewards."""
+    """Views that depend on rewards."""
 
     of_prompt = False
 
@@ -279,13 +279,13 @@ class RewardedView(View):
         return Needs(rewards=True)
 
     def right(self, rollout: Rollout, group: Group) -> bool | None:
-        """None: nobody can say."""
+        """Whether the answer is right; None: not known."""
         reward = group.rewards.get(rollout.id)
         return None if reward is None else reward >= self.threshold
 
 
 class SiblingView(RewardedView, ShowingView):
-    """Another sample of the group that was right, even if its tokens are the same; its thinking is left out (SDPO)."""
+    """Shows another right sample of the group without its thinking, even if its tokens are the same (SDPO)."""
 
     name = "sibling"
     template: Text = Field(
@@ -309,7 +309,7 @@ class SiblingView(RewardedView, ShowingView):
         return set(fields_of(self.template)) - {QUESTION, SIBLING}
 
     def rewrite(self, prompt: Prompt, answer: str = "") -> Prompt | None:
-        """Without an answer, the least there is to read. None: a row lacks a column that the template names."""
+        """Without an answer, the shortest possible text. None: the row lacks a column that the template names."""
         known = {name: self.cut(text) for name, text in field_texts(prompt.fields).items()}
         known |= {QUESTION: question(prompt), SIBLING: self.cut(answer)}
         if not known.keys() >= set(fields_of(self.template)):
@@ -322,7 +322,7 @@ class SiblingView(RewardedView, ShowingView):
 
 
 class FeedbackView(RewardedView, ShowingView):
-    """What came back with the reward of the answer itself, another answer that was right, or both (SDPO with rich feedback)."""
+    """Shows the feedback on the answer itself, another right answer, or both (SDPO with rich feedback)."""
 
     name = "feedback"
     reads_feedback = True
@@ -356,7 +356,7 @@ class FeedbackView(RewardedView, ShowingView):
             yield "view feedback has a `sibling`, and rollout.samples is 1. Set it to 2 or more, or drop `sibling`."
 
     def rewrite(self, prompt: Prompt, feedback: str = "", sibling: str = "") -> Prompt:
-        """Without either, the least there is to read."""
+        """Without either, the shortest possible text."""
         parts = [question(prompt)]
         if sibling and self.sibling is not None:
             parts.append(filled(self.sibling, {SIBLING: self.cut(sibling)}))
@@ -373,9 +373,9 @@ class FeedbackView(RewardedView, ShowingView):
 
 
 def right_sibling(view: RewardedView, rollout: Rollout, group: Group) -> str:
-    """The text of the next answer of the group that was right, so that not all see the same one; empty where there is none.
+    """The text of the next right answer of the group, so that not all see the same one; empty if there is none.
 
-    An answer is excluded by its index alone: two samples with the same tokens teach each other.
+    Only the answer's own index is excluded: two samples with the same tokens teach each other.
     """
     others = [other for other in group.rollouts if other.id != rollout.id and view.right(other, group) is True]
     others.sort(key=lambda other: other.sample <= rollout.sample)  # stable: later ones first, then from the beginning
@@ -384,7 +384,7 @@ def right_sibling(view: RewardedView, rollout: Rollout, group: Group) -> str:
 
 
 class RevisionView(RewardedView):
-    """The answer, a phrase that depends on its reward, and the answer again, which is what is scored (SD-Zero)."""
+    """Shows the answer, a phrase that depends on its reward, and the answer again, which is scored (SD-Zero)."""
 
     name = "revision"
     reprompts = False
@@ -400,7 +400,7 @@ class RevisionView(RewardedView):
         if right is None:
             return None
         answer = rollout.response_ids
-        if answer.size and int(answer[-1]) in group.stop_ids:  # the conversation goes on
+        if answer.size and int(answer[-1]) in group.stop_ids:  # the conversation continues
             answer = answer[:-1]
         phrase = group.tokenizer(self.correct if right else self.wrong, add_special_tokens=False)["input_ids"]
         asked = rollout.prompt_ids if self.chat_template == "student" else group.prompt_ids(prompt)
@@ -408,21 +408,17 @@ class RevisionView(RewardedView):
         return behind(before, rollout, self.skip)
 
 
-# A view for teachers with another tokenizer: they read the same text in their own tokens. No torch here.
-#
-# The prompt goes through the teacher's own template and tokenizer, and the response is cut into its tokens. Spans pair the tokens of
-# both that cover the same bytes; each is one event, whose probability is the product over its tokens. The stop is an event, too.
-#
-# Where a text was cut, the teacher's tokens at its end are those of the cut text: "1" where it would have written "18". What they
-# cover is left out.
+# --- A view for teachers with another tokenizer ---
+# Spans pair tokens of both tokenizers that cover the same bytes; each span is one event with the product of its tokens'
+# probabilities, and so is the stop. At the end of a cut text the teacher's tokens may differ ("1" for "18"), so they are left out.
 
 
 class BytesView(View):
-    """The response in the teacher's own tokens, paired with the student's by the bytes they cover."""
+    """Shows the response in the teacher's own tokens, paired with the student's by the bytes they cover."""
 
     name = "bytes"
     crosses = True
-    reprompts = False  # what it shows is in other ids
+    reprompts = False  # shows ids of another tokenizer
     chat_template: Literal["teacher"] = Field("teacher", description="of bytes: always the teacher's own")
 
     def render(self, prompt: Prompt, rollout: Rollout, group: Group) -> Rendered | None:
@@ -451,7 +447,7 @@ class BytesView(View):
 
 
 def _before_open_end(spans: list[Span], theirs: list[bytes], tokenizer: object) -> list[Span]:
-    """The spans that the teacher would cut in the same way whatever came next."""
+    """The spans that the teacher would tokenise in the same way whatever came next."""
     ends, last = np.cumsum([len(piece) for piece in theirs]), open_end(tokenizer, b"".join(theirs))
     return [span for span in spans if ends[span[3] - 1] <= last]
 
@@ -473,5 +469,5 @@ def aligned_bytes(rollout: Rollout, text: Rendered, student: object, stop_ids: t
     for s0, s1, _, _ in text.spans:
         inside[s0 : min(s1, sizes.size)] = True
     end = text.spans[-1][1] if text.spans else 0
-    inside[end : end + text.cut] = True  # what was left out at a cut is aligned, too
+    inside[end : end + text.cut] = True  # tokens left out at a cut count as aligned
     return int(sizes[inside].sum()), int(sizes.sum())

@@ -1,10 +1,10 @@
-"""What travels between `opd serve` and a served teacher: questions and answers as safetensors frames, questions also as JSON.
+"""Messages between `opd serve` and a served teacher: questions and answers as safetensors frames, questions also as JSON.
 
     POST /models/NAME/score     ids of some texts, and which of their tokens are asked about
     -> hidden (N, D)  |  logprobs (N,) or (N, M)  |  ids, logprobs (N, K), tail, stop (N,)
 
-A frame is the bytes of a safetensors file: an 8-byte length, a JSON header with names, types, shapes and offsets, and the numbers.
-Reading one runs no code. docs/serving.md describes the protocol for other clients.
+A frame is the bytes of a safetensors file: an 8-byte length, a JSON header with names, types, shapes and offsets, and the data.
+Reading a frame runs no code. docs/serving.md describes the protocol for other clients.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ INTEGERS: dict[str, np.dtype[Any]] = {"I32": np.dtype("<i4"), "I64": np.dtype("<
 LARGEST = 2**31 - 1
 ENTRIES = 1 << 26  # likeliest ids in one answer, half a GiB
 STOP_IDS = 1024
-KEYS = 32  # of a question in JSON, more than it has names for
+KEYS = 32  # of a JSON question; more than it has fields
 HEADER = 64 << 10  # bytes of a frame's header: a few tensors and a question
 DIMENSIONS = 2
 Id = Annotated[int, Field(ge=0, le=LARGEST, strict=True)]
 
 
 class WireError(UserError):
-    """A request that cannot be answered, and the status that says so."""
+    """A request that cannot be answered, with its HTTP status."""
 
     def __init__(self, status: int, message: str) -> None:
         super().__init__(message)
@@ -48,7 +48,7 @@ class WireError(UserError):
 
 
 class ScoreQuestion(BaseModel):
-    """What is asked about texts. `stop_ids` are one event; `size`: how many ids count, the rest of the head is padding."""
+    """A question about texts. `stop_ids` are one event; `size`: number of real ids, the rest of the head is padding."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
@@ -57,7 +57,7 @@ class ScoreQuestion(BaseModel):
     stop_ids: Annotated[tuple[Id, ...], Field(fail_fast=True)] = Field((), max_length=STOP_IDS)
     size: int | None = Field(None, ge=1, le=LARGEST, strict=True)
     temperature: float = Field(1.0, ge=0.01, le=100)
-    exact: bool = False  # a forward pass of its own: the answer's bits do not depend on who else asks
+    exact: bool = False  # a separate forward pass: the answer's bits do not depend on other requests
 
 
 Ids = Annotated[list[Id], Field(fail_fast=True)]
@@ -65,7 +65,7 @@ Spans = Annotated[list[tuple[Id, Id]], Field(fail_fast=True)]
 
 
 class TextQuestion(ScoreQuestion):
-    """The same with the texts in it: a body in JSON. Checking ends at the first mistake, of which there may be as many as ids."""
+    """A question with its texts, as a JSON body. Validation stops at the first mistake, since there may be as many as ids."""
 
     ids: Annotated[list[Ids], Field(fail_fast=True)]
     spans: Annotated[list[Spans], Field(fail_fast=True)] | None = None
@@ -74,7 +74,7 @@ class TextQuestion(ScoreQuestion):
 
 @dataclass(frozen=True)
 class RequestLimits:
-    """What a server takes in one request."""
+    """What a server accepts in one request."""
 
     bytes: int = 16 << 20
     tokens: int = 131_072
@@ -82,27 +82,27 @@ class RequestLimits:
 
     @property
     def spans(self) -> int:
-        """Each asks about a token, or is empty; a text has one empty span at most."""
+        """A span covers at least one token or is empty, and a text has at most one empty span."""
         return self.tokens + self.sequences
 
     @property
     def lists(self) -> int:
-        """In JSON: texts, their spans, and rows of `tokens`."""
+        """In JSON: lists of texts, spans, and rows of `tokens`."""
         return 8 + 2 * self.sequences + self.spans + self.tokens
 
     @property
     def commas(self) -> int:
-        """In JSON: between ids, spans, their ends, `tokens`, stop ids, and all these lists."""
+        """In JSON: commas between ids, spans, their ends, `tokens`, stop ids, and all these lists."""
         return self.lists + 2 * self.tokens + self.spans + STOP_IDS + KEYS
 
 
 @dataclass(frozen=True, eq=False)
 class ScoreRequest:
-    """A question that was read and checked."""
+    """A validated question."""
 
     question: ScoreQuestion
     texts: list[Rendered]
-    tokens_NM: np.ndarray | None = None  # ids whose log-probs are asked for, instead of the tokens that stand there
+    tokens_NM: np.ndarray | None = None  # score these ids instead of the tokens in the text
 
     @property
     def length(self) -> int:
@@ -127,10 +127,10 @@ def write_question(question: ScoreQuestion, texts: Sequence[Rendered]) -> bytes:
 
 
 def read_question(body: bytes, kind: str, limits: RequestLimits, rows: int, size: int, context: int) -> ScoreRequest:
-    """A request's body. What is wrong with it is said, with a status: 400 unreadable, 413 too much, 422 impossible.
+    """Reads and validates a request's body. WireError statuses: 400 unreadable, 413 too large, 422 invalid.
 
-    `rows`: ids that can be read; `size`: those that count where the question does not say. An index beyond them would end the work
-    of a GPU for everybody.
+    `rows`: ids that the model can read; `size`: number of real ids if the question does not say. An index out of range would
+    crash the GPU for all clients.
     """
     asked = _from_json(body, limits) if kind == "application/json" else _from_frame(body, limits)
     if not asked.texts:
@@ -198,7 +198,7 @@ def _rendered(ids: np.ndarray, spans: Sequence[tuple[int, int]]) -> Rendered:
 
 
 def _from_json(body: bytes, limits: RequestLimits) -> ScoreRequest:
-    """What the body holds is counted before it is parsed: a list takes two bytes there, and a hundred times that in memory."""
+    """Counts lists and commas before parsing: a list takes two bytes in JSON, and a hundred times that in memory."""
     _at_most(body.count(b"["), limits.lists, "lists")
     _at_most(body.count(b","), limits.commas, "commas")
     _at_most(max(body.count(b":"), body.count(b"{")), KEYS, "keys")
@@ -239,7 +239,7 @@ def _from_frame(body: bytes, limits: RequestLimits) -> ScoreRequest:
         raise WireError(422, f"ids and lengths have one dimension each, not {ids.ndim} and {lengths.ndim}")
     _at_most(lengths.size, limits.sequences, "texts")
     _at_most(ids.size, limits.tokens, "tokens")
-    if ((lengths < 0) | (lengths > ids.size)).any() or lengths.sum() != ids.size:  # so that no sum overflows
+    if ((lengths < 0) | (lengths > ids.size)).any() or lengths.sum() != ids.size:  # bounds avoid overflow
         raise WireError(422, f"lengths are {plain(lengths[:8].tolist())} …, and do not add up to {ids.size} ids")
     if ids.size and not (ids.min() >= 0 and ids.max() <= LARGEST):
         raise WireError(422, f"ids are 0 to {LARGEST}")
@@ -261,11 +261,11 @@ def _from_frame(body: bytes, limits: RequestLimits) -> ScoreRequest:
 
 
 def _integers(body: bytes) -> tuple[dict[str, np.ndarray], Mapping[str, str]]:
-    """The tensors of a frame and its metadata; its header is checked against its length before anything is read."""
+    """The tensors and metadata of a frame. The size of its header is checked before anything is read."""
     from safetensors import SafetensorError, deserialize
 
     size = int.from_bytes(body[:8], "little")
-    if HEADER < size <= len(body) - 8:  # a longer one is no frame at all
+    if HEADER < size <= len(body) - 8:  # if longer than the body, it is not a frame
         raise WireError(413, f"a header of {size} bytes; at most {HEADER} are taken")
     try:
         found = deserialize(body)
@@ -293,7 +293,7 @@ def _first_mistake(error: ValidationError) -> str:
 
 
 def write_answer(tensors: Mapping[str, Tensor]) -> bytes:
-    """On the CPU by then; bfloat16 stays bfloat16."""
+    """Tensors must be on the CPU; bfloat16 stays bfloat16."""
     from safetensors.torch import save
 
     frame: bytes = save({name: tensor.contiguous() for name, tensor in tensors.items()})
