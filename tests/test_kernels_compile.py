@@ -44,14 +44,14 @@ SCANNED = {"values": WIDE, "stride": "i32", "columns": "i32"}
 # module, kernel, types of its arguments, its constants, warps, stages
 KERNELS: list[tuple[str, str, dict[str, str], dict[str, Any], int, int]] = [
     *(
-        ("sampling.layer_kernels", "joined_kernel", {"x": HALF, **WEIGHTS, "out": HALF, "rows": "i32"}, constants, 4, 3)
+        ("engines.kernels", "joined_kernel", {"x": HALF, **WEIGHTS, "out": HALF, "rows": "i32"}, constants, 4, 3)
         for constants in (
             {"END_1": 2048, "END_2": 3072, "COUNT": 4096, "BIAS": True, **TILE},
             {"END_1": 576, "END_2": 768, "COUNT": 960, "BIAS": False, **SMALL},
         )
     ),
     (
-        "sampling.layer_kernels",
+        "engines.kernels",
         "gated_kernel",
         {"x": HALF, "gate": HALF, "up": HALF, "out": HALF, "rows": "i32"},
         {"COUNT": 3072, **TILE},
@@ -60,7 +60,7 @@ KERNELS: list[tuple[str, str, dict[str, str], dict[str, Any], int, int]] = [
     ),
     *(
         (
-            "sampling.layer_kernels",
+            "engines.kernels",
             "add_norm_kernel",
             NORM,
             {"WIDTH": 1024, "LANES": 1024, "ADDS": adds, "OFFSET": 0.0, "EARLY": True},
@@ -69,10 +69,10 @@ KERNELS: list[tuple[str, str, dict[str, str], dict[str, Any], int, int]] = [
         )
         for adds in (True, False)
     ),
-    *(("sampling.layer_kernels", "place_kernel", PLACED, HEADS | {"NORMED": normed}, 1, 1) for normed in (True, False)),
+    *(("engines.kernels", "place_kernel", PLACED, HEADS | {"NORMED": normed}, 1, 1) for normed in (True, False)),
     *(
         (
-            "sampling.draw_kernels",
+            "engines.kernels",
             "pieces_kernel",
             ROWS | {"keep": keep},
             {"FILTERED": keep == "*i8", "PIECE": 4096},
@@ -83,7 +83,7 @@ KERNELS: list[tuple[str, str, dict[str, str], dict[str, Any], int, int]] = [
     ),
     *(
         (
-            "sampling.draw_kernels",
+            "engines.kernels",
             "pick_kernel",
             PICKED | {"keep": DOUBLE},
             {"FILTERED": False, "STOPS": stops, "STOP_LANES": max(stops, 1), "PIECES": 64, "PIECE": 4096},
@@ -93,7 +93,7 @@ KERNELS: list[tuple[str, str, dict[str, str], dict[str, Any], int, int]] = [
         for stops in (0, 2)
     ),
     (
-        "divergences.triton_select",
+        "divergences.triton_kernels",
         "maxima_kernel",
         SCANNED | {"maxima": WIDE, "blocks": "i32"},
         {"BLOCKS": 64, "BLOCK": 64},
@@ -101,7 +101,7 @@ KERNELS: list[tuple[str, str, dict[str, str], dict[str, Any], int, int]] = [
         1,
     ),
     (
-        "divergences.triton_select",
+        "divergences.triton_kernels",
         "blocks_kernel",
         {"maxima": WIDE, "chosen": WORD, "blocks": "i32", "k": "i32"},
         {"LANES": 4096},
@@ -109,7 +109,7 @@ KERNELS: list[tuple[str, str, dict[str, str], dict[str, Any], int, int]] = [
         1,
     ),
     (
-        "divergences.triton_select",
+        "divergences.triton_kernels",
         "columns_kernel",
         SCANNED | {"chosen": WORD, "found": WIDE, "ids": LONG, "k": "i32"},
         {"LANES": 8192, "BLOCK": 64},
@@ -129,7 +129,7 @@ KERNELS: list[tuple[str, str, dict[str, str], dict[str, Any], int, int]] = [
     ),
     *(
         (
-            "divergences.triton_few",
+            "divergences.triton_kernels",
             "event_gradient_kernel",
             EVENTS | STATE | SUMS | {"event_grad_ptr": WIDE},
             {"KIND": kind, "LANES": 2},
@@ -140,7 +140,7 @@ KERNELS: list[tuple[str, str, dict[str, str], dict[str, Any], int, int]] = [
     ),
     *(
         (
-            "divergences.triton_few",
+            "divergences.triton_kernels",
             "close_kernel",
             STATE | {"out_ptr": WIDE, "count": "i32"},
             {"BOTH": both, "BLOCK": 256},
@@ -151,7 +151,7 @@ KERNELS: list[tuple[str, str, dict[str, str], dict[str, Any], int, int]] = [
     ),
     *(
         (
-            "divergences.triton_few",
+            "divergences.triton_kernels",
             "chosen_kernel",
             SIDES
             | STATE
@@ -164,14 +164,23 @@ KERNELS: list[tuple[str, str, dict[str, str], dict[str, Any], int, int]] = [
         )
         for capped in (False, True)
     ),
+    (
+        "divergences.triton_kernels",
+        "tail_kernel",
+        STATE | {"rest_ptr": WIDE, "count": "i32", "s_out_ptr": WIDE, "t_out_ptr": WIDE, "k": "i32"},
+        {"LANES": 64},
+        1,
+        1,
+    ),
     *(
         (
-            "divergences.triton_few",
+            "divergences.triton_kernels",
             "chosen_gradient_kernel",
             STATE
             | OVER
             | {name: LONG for name in ("ids_ptr", "first_ptr")}
-            | {name: WIDE for name in ("slope_ptr", "total_ptr", "logprob_ptr", "event_ptr", "event_grad_ptr")}
+            | {name: WIDE for name in ("slope_ptr", "total_ptr", "outside_ptr", "logprob_ptr", "rest_ptr", "event_ptr")}
+            | {"event_grad_ptr": WIDE, "rest_stride": "i32", "width": "i32"}
             | {"k": "i32", "columns": "i32", "events": "i32", "factor": "fp32", "cap": "fp32"},
             {"SOFTCAP": capped, "LANES": 128},
             2,
@@ -181,7 +190,7 @@ KERNELS: list[tuple[str, str, dict[str, str], dict[str, Any], int, int]] = [
     ),
     *(
         (
-            "divergences.triton_few",
+            "divergences.triton_kernels",
             "members_kernel",
             OVER
             | {name: LONG for name in ("of_event_ptr", "place_ptr", "ids_ptr")}

@@ -217,7 +217,7 @@ def _side_by_side(jobs: list[dict[str, Any]], directory: Path, number: int) -> N
 def _serve(pipe: Connection, parent: int, share: float) -> None:
     """What a worker does. A job that fails ends it: who knows what state a device is in."""
     _end_with(parent)
-    for name in ("models.load", "sampling.sampler", "trainer.trainer"):
+    for name in ("models.load", "rollouts.sampler", "loop.learner"):
         import_module(f"opd.{name}")
     while True:
         try:
