@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from opd.common.files import line_of
+from opd.common.files import line_of, write_sealed
 from opd.evaluation import Measures
 from opd.report.page import diagnosis_page, write_report
 from opd.report.view import ViewServer
@@ -218,7 +218,7 @@ def test_a_live_run_is_followed(browser: Browser, tmp_path: Path) -> None:
     root = make_run(tmp_path / "run", ended=False, rollouts=80)
     before = {"a": Measures(50, greedy=0.4, greedy_stderr=0.07)}
     (root / "checkpoints" / "main").mkdir(parents=True)
-    (root / "checkpoints" / "main" / "before.json").write_text(json.dumps(StageResult("main", before=before).state()))
+    write_sealed(root / "checkpoints" / "main" / "before.json", StageResult("main", before=before).state())
     with served(root) as address:
         browser.open(address)
         browser.until("document.querySelector('.rows tbody tr')")
