@@ -166,7 +166,7 @@ def test_ranks_that_are_lost_at_the_same_step_again_and_again_do_not_start_for_e
     for _ in range(STUCK):
         restarts.count("a segmentation fault")
     metrics.write_text("{}\n")  # the next begins from a checkpoint
-    with pytest.raises(RanksLost, match=r"further than 2 steps: a segmentation fault"):
+    with pytest.raises(RanksLost, match=r"getting past 2 steps: a segmentation fault"):
         restarts.count("a segmentation fault")
 
 
