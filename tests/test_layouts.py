@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,9 @@ import pytest
 from opd.common.errors import DataError
 from opd.data.render import render_prompt
 from opd.data.sources import open_source, open_sources, prompt_source, scan
+from opd.recipe import load_recipe
 from opd.records import Prompt
+from opd.runner.plan import make_plan
 from tests.helpers import tiny_tokenizer
 
 # As most chat templates: each known role has its branch, and other roles are passed over.
@@ -163,8 +166,25 @@ def test_delimiters_are_recognised(tmp_path: Path) -> None:
     (tmp_path / "one.csv").write_text("prompt\na;b|c\n")
     assert read(tmp_path / "one.csv")[0].text == "a;b|c"
     (tmp_path / "other.csv").write_text("frage;antwort\na;1\n")
-    with pytest.raises(DataError, match=r"it has frage, antwort\. Say which"):
+    with pytest.raises(DataError, match=r"it has frage, antwort\. .*say which"):
         read(tmp_path / "other.csv")
     (tmp_path / "short.csv").write_text("prompt;answer\na\n")
     with pytest.raises(DataError, match="line 2: has 1 cells, and the header has 2"):
         read(tmp_path / "short.csv")
+
+
+def test_hints_for_files_without_a_header_and_with_one_row(tmp_path: Path) -> None:
+    """Advice that would have trained on a question's own text, or asked for an answer that is there."""
+    recipe = {"student": "tiny/generalist", "teachers": "tiny/arithmetic", "device": "cpu"}
+    for text, words in (
+        ("What is 2+2?,4\n", "below its first line, which names the columns. If that line is a row, add a header"),
+        ("What is 2+2?,4\nWhat is 3+3?,6\n", r"If its first line is a row and not a header, add a header line such as"),
+    ):
+        path = tmp_path / "rows.csv"
+        path.write_text(text)
+        with pytest.raises(DataError, match=re.escape(words)):
+            make_plan(load_recipe(recipe | {"prompts": str(path)}))
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"prompt": "2+2=", "answer": "4"}\n')
+    (plan,) = make_plan(load_recipe(recipe | {"prompts": str(path)}))
+    assert any("no prompt is held out" in line for line in plan.lines())

@@ -240,6 +240,6 @@ def test_evaluation_is_decided_row_by_row(models: dict[str, str], tmp_path: Path
     run = opd.run(settings(models, path, eval={"prompts": 10}, train={"steps": 1}), out=tmp_path / "run")
     assert run.summary["stages"][0]["evals"]["a"]["n"] == 2
     assert "2 prompts of" in (run.directory / "log.txt").read_text()
-    write(path, [{"prompt": "1+1="}] * 10)
+    write(path, [{"prompt": f"{number}+1="} for number in range(10)])
     run = opd.run(settings(models, path, eval={"prompts": 10}, train={"steps": 1}), out=tmp_path / "none")
     assert (run.directory / "log.txt").read_text().count("no answer to a held-out prompt can be rewarded") == 1

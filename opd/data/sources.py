@@ -12,7 +12,7 @@ import hashlib
 import json
 import re
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import groupby, islice
@@ -654,8 +654,7 @@ class RowFacts:
             )
         if not self.usable.any() and columns and not {*ASKED} & {*columns, *spec.columns}:
             raise DataError(
-                f"prompts {name!r}: no `prompt` column; it has {', '.join(map(str, columns))}. "
-                f"Say which one holds the prompt: `columns: {{prompt: {next(iter(columns))}}}`."
+                f"prompts {name!r}: no `prompt` column; it has {', '.join(map(str, columns))}. {_name_the_prompt(name, columns)}"
             )
         numbers: dict[str, int] = {}
         self._domains = np.asarray(
@@ -859,9 +858,24 @@ class RowSource:
             raise DataError(f"prompts {self.name!r}, {rows.place(index)}: {bad}.") from None
 
 
+def _is_table(name: str) -> bool:
+    return any(name.removesuffix(".gz").endswith(end) for end in (".csv", ".tsv"))
+
+
+def _name_the_prompt(name: str, columns: Collection[object]) -> str:
+    """What to do about rows without a prompt."""
+    say = f"Say which column holds the prompt: `columns: {{prompt: {next(iter(columns))}}}`."
+    if not _is_table(name):
+        return say
+    return f"If its first line is a row and not a header, add a header line such as prompt,answer. Otherwise: {say[0].lower()}{say[1:]}"
+
+
 def _checked(rows: Rows, count: int, spec: RowPrompts, name: str, opening: Opening) -> RowFacts:
     if not count:
-        raise DataError(f"prompts {name!r}: there are no rows in it.")
+        header = (
+            " below its first line, which names the columns. If that line is a row, add a header such as prompt,answer"
+        )
+        raise DataError(f"prompts {name!r}: there are no rows in it{header if _is_table(name) else ''}.")
     facts = RowFacts(rows, count, spec, name, opening.told, opening.route)
     bad = count - int(facts.usable.sum())
     if bad and (opening.bad_rows == "stop" or bad == count):

@@ -494,6 +494,9 @@ def choose_held_out(
     if not any(found.questions.values()):
         found.notes.append(
             "evaluation: there is none, since no answer to a held-out prompt can be rewarded. Give rows an `answer`, set `rewards`, or eval.prompts: 0"
+            if any(source.size != 1 for source in sources)
+            else "evaluation: there is none, since no prompt is held out: a file holds out a tenth of its questions, and one that has a "
+            "single question none. Set eval.further to a source of prompts, or eval.prompts: 0"
         )
     return found
 
