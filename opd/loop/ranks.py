@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
-from opd.common.context import OneProcess, StopRequests
+from opd.common.context import Peers, StopRequests
 from opd.common.errors import RecipeError
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-class Ranks(OneProcess):
+class Ranks(Peers):
     """One process. `DistributedRanks` overrides what is different with several."""
 
     @property

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ModuleInputs:
-    """What a module is told about the student."""
+    """What a module needs to know about the student."""
 
     width: int  # of the student's hidden states
     vocabulary: int

@@ -1,4 +1,4 @@
-"""What was changed in a run after it had begun: how `run.json` records it, and how it is told.
+"""What was changed in a run after it had begun: how `run.json` records it, and how it is described.
 
     {"recipe": "resolved-2.yaml",                       what the run carries out from then on
      "stages": {"main": {"after": 10,                   the last step that was trained as before

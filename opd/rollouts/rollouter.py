@@ -22,12 +22,13 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from opd.common.context import OneProcess, Peers
+from opd.common.context import Peers
 from opd.common.errors import DataError, TrainingError
 from opd.data.render import render_prompt, response_text
 from opd.data.sources import PromptSource
 from opd.engines.alongside import LoggingSampler
 from opd.engines.draws import request_key, uniforms
+from opd.engines.requests import why_over
 from opd.objective.batch import Written
 from opd.records import (
     Author,
@@ -86,7 +87,7 @@ class Rollouter:
     exact: bool = False  # replay unfinished rollouts token by token instead of prefilling them
     check_stop: Callable[[], None] = lambda: None
     on_token: Callable[[], None] = lambda: None
-    ranks: Peers = field(default_factory=OneProcess)
+    ranks: Peers = field(default_factory=Peers)
     environment: Environment | None = None
     consumed: int | None = 0  # stored rollouts of earlier steps and stages; None: unknown after a repair
     looked_at: dict[str, np.ndarray] = field(default_factory=dict)  # prompt ids rendered in advance
@@ -517,8 +518,7 @@ class Playing:
             if own[first:end].all():
                 self.ids += part.tolist()
                 continue
-            stopped = self.ids[-1] in self._request.sampling.stop_ids or self._request.sampling.stop_strings
-            step = self._step("stop" if stopped else "length")
+            step = self._step(why_over(self.ids, self.turn_request(), self._tokenizer) or "length")
             if not np.array_equal(np.array(step.ids, dtype=np.int32), part):
                 raise TrainingError(
                     f"rollout {self._request.id!r}: environment {self._environment.name} answered turn {self._turn} differently than "
