@@ -198,6 +198,45 @@ def test_turns_are_the_same_alone_and_in_a_crowd(slots: int) -> None:
         assert (ours.author == Author.ENV).any()
 
 
+class Recording(Environment):
+    """Keeps why each turn ended."""
+
+    name = "recording"
+
+    def open(self, prompt: Prompt, key: int, tokenizer: Any) -> Episode:
+        return RecordingEpisode(STOPS)
+
+
+class RecordingEpisode(Episode):
+    def __init__(self, stops: list[str]) -> None:
+        self.stops = stops
+
+    def step(self, turn: Turn) -> Step:
+        self.stops.append(turn.stop)
+        return Step([5, 6])
+
+
+STOPS: list[str] = []
+
+
+def test_a_replayed_turn_ends_for_the_reason_it_had() -> None:
+    """Also with stop strings, which no id shows."""
+    model = load_model("tiny/generalist")
+    prompt = Prompt("p", "d", text="add 12+13")
+    ids = np.array(model.tokenizer.encode(prompt.text), np.int32)
+    sampling = Sampling(24, stop_ids=model.stop_ids, stop_strings=("3", "7"))
+    request = SampleRequest("p", ids, request_key(3, "p", 0, 0), sampling)
+    environment = Recording(turns=5, turn_tokens=2)
+    sampler = BuiltInSampler(slots=2).open(model.inference_copy(), 64, merge_stop=model.stop_ids)
+    STOPS.clear()
+    (played,) = answers(sampler, [request], play=Play(environment, model.tokenizer, {"p": prompt}))
+    assert len(first := list(STOPS)) == 5
+    assert set(first) == {"stop", "length"}
+    STOPS.clear()
+    rollouter.Playing(environment, request, prompt, model.tokenizer).play_again(played)
+    assert first[:-1] == STOPS  # the last turn has not been answered
+
+
 def test_a_source_that_has_nothing_yet_says_so() -> None:
     request = SampleRequest("a", np.array([1]), 0, Sampling(4))
     source = TurnSource([request])
