@@ -73,7 +73,7 @@ def opd_call(heads: list[tuple[Tensor, Tensor]], kind: str, memory: int | None =
 
 def naive_call(heads: list[tuple[Tensor, Tensor]], kind: str, dtype: torch.dtype | None = None) -> Call:
     """What one writes first: whole logits, log_softmax in fp32, autograd."""
-    from opd.divergences.formulas import FORMULAS
+    from opd.divergences.kinds import FORMULAS
 
     (hidden, weight), (hidden_t, weight_t) = heads[:2]
     wide = dtype or torch.float32

@@ -1,4 +1,4 @@
-"""OPD against RL by the protocol of docs/evidence.md: what a student costs at 50, 80 and 100 % of what RL gains.
+"""OPD against RL by the protocol of docs/evidence/protocol.md: what a student costs at 50, 80 and 100 % of what RL gains.
 
     python benchmarks/headline.py --directory DIR --workers 16                 # tiny models on a CPU
     python benchmarks/headline.py --edition smol --domain sums --directory DIR # SmolLM2; needs the start of integrate.py

@@ -1,4 +1,4 @@
-"""Several specialists, one student: the capability-integration benchmark. docs/evidence.md has the protocol.
+"""Several specialists, one student: the capability-integration benchmark. docs/evidence/protocol.md has the protocol.
 
     python benchmarks/integrate.py --edition tiny --directory DIR --workers 2        # minutes on a few cores
     python benchmarks/integrate.py --edition smol --directory DIR --workers 6        # SmolLM2-135M on a GPU

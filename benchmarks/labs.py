@@ -1,7 +1,7 @@
 """Every lab's pipeline whole, each a process with one thread: how long it takes, its story, and what became of its prediction.
 
     python benchmarks/labs.py --workers 8                     # once each
-    python benchmarks/labs.py --workers 8 --seeds 0 1 2       # as docs/evidence.md reports them
+    python benchmarks/labs.py --workers 8 --seeds 0 1 2       # as docs/evidence/labs.md reports them
 
 `labs/mimo-v2-flash` has two further arms, which take its specialists over and change its last stage: without the reward, and with
 the reward alone. Runs that are there already are read, not repeated; those that the results have of the same recipes, on whatever machine

@@ -15,7 +15,7 @@ import torch
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
-from opd.divergences.formulas import Formula
+from opd.divergences.kinds import Formula
 
 HERE = Path(__file__).parent
 FIGURES = HERE.parent / "docs" / "figures"

@@ -65,7 +65,7 @@ def open_stage(arguments: argparse.Namespace, directory: Path, phases: Phases, w
     )
     if world.size == 1:  # else each rank has some of the requests, and other lengths would be forced on them
         forced = ForcedLengths(run.engine, lengths(case))
-        run.rollouter.desk = replace(run.rollouter.desk, student=forced)
+        run.rollouter.context = replace(run.rollouter.context, student=forced)
     return run
 
 

@@ -29,8 +29,8 @@ from tokenizers import Tokenizer, models
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from opd.engines.builtin import Engine
-from opd.engines.draws import request_key
 from opd.engines.kinds import BuiltInSampler
+from opd.engines.requests import request_key
 from opd.models.fused_layers import fuse_layers, kernels_on
 from opd.models.language_model import LanguageModel
 from opd.records import SampledToken, SampleRequest, Sampling

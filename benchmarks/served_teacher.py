@@ -30,8 +30,8 @@ import opd
 from opd.common.http import Remote
 from opd.models import load_model
 from opd.records import Author, Rollout, SignalNeed
-from opd.teachers.scoring import behind
-from opd.teachers.wire import ScoreQuestion, read_answer, write_question
+from opd.teachers.scoring import response_after
+from opd.teachers.served import ScoreQuestion, read_answer, write_question
 
 TOKEN_ENV = "OPD_BENCHMARK_TOKEN"
 TOPS = (20, 128)
@@ -95,7 +95,7 @@ class Server:
 
 def wire_bytes(remote: Remote, rollouts: list[Rollout], vocabulary: int) -> dict[str, float]:
     """Of one answer, per token that was asked about."""
-    texts = [behind(rollout.prompt_ids, rollout) for rollout in rollouts]
+    texts = [response_after(rollout.prompt_ids, rollout) for rollout in rollouts]
     count = sum(rollout.response_ids.size for rollout in rollouts)
 
     def answer(**question: Any) -> bytes:

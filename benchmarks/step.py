@@ -271,7 +271,7 @@ def open_stage(job: Job, on_phase: Callable[[str], None]) -> Any:
         load_recipe(recipe).stages[0], RolloutStore(job.directory / "rollouts"),
         context=RunContext(say=lambda line: None, on_phase=on_phase),
     )  # fmt: skip
-    run.rollouter.desk = replace(run.rollouter.desk, student=ForcedLengths(run.engine, job.lengths))
+    run.rollouter.context = replace(run.rollouter.context, student=ForcedLengths(run.engine, job.lengths))
     return run
 
 

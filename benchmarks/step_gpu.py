@@ -206,7 +206,7 @@ def open_stage(case: Case, directory: Path, arguments: argparse.Namespace, phase
         context=RunContext(say=lambda line: None, on_phase=phases),
     )  # fmt: skip
     forced = ForcedLengths(run.engine, lengths(case))
-    run.rollouter.desk = replace(run.rollouter.desk, student=forced)
+    run.rollouter.context = replace(run.rollouter.context, student=forced)
     return run
 
 
@@ -378,7 +378,7 @@ def profile(run: Any, name: str, arguments: argparse.Namespace) -> None:
     """
     from opd.loop.step import run_step
 
-    forced, before = run.rollouter.desk.student, run.context
+    forced, before = run.rollouter.context.student, run.context
     whole, tables = forced.limits, []
     for number, wanted in enumerate((["sample"], ["score", "update"]), 1):
         forced.limits = [min(limit, PROFILED) for limit in whole] if number == 1 else whole

@@ -21,8 +21,8 @@ from typing import Any
 import numpy as np
 
 from opd.store import RolloutStore
-from opd.store.index import COLUMNS, Index, Table, Texts, Vocabulary
 from opd.store.log import Files
+from opd.store.rollouts import INDEX_COLUMNS, LINK_COLUMNS, Index, Texts, Vocabulary
 
 RESULTS = Path(__file__).parent / "results"
 GROUP = 4
@@ -34,9 +34,8 @@ LIMITS = {"cpu_s": 15.0, "peak_gb": 2.0}
 
 def make_index(rows: int) -> Index:
     rng = np.random.default_rng(0)
-    index = Index()
     group = np.arange(rows) // GROUP
-    arrays = {name: np.zeros(rows, dtype=kind) for name, kind in COLUMNS.items()}
+    arrays = {name: np.zeros(rows, dtype=kind) for name, kind in (INDEX_COLUMNS | LINK_COLUMNS).items()}
     arrays["length"][:] = np.clip(np.exp(rng.normal(5.5, 0.8, rows)), 1, 8192)
     arrays["prompt_length"][:] = rng.integers(20, 200, rows)
     arrays["domain"][:] = rng.integers(1, 5, rows)
@@ -50,7 +49,7 @@ def make_index(rows: int) -> Index:
     arrays["size"][:] = 200 + 21 * arrays["length"]
     arrays["offset"][:] = np.cumsum(arrays["size"], dtype=np.uint64)
     arrays["segment"][:] = arrays["offset"] >> 26
-    index.rows = Table(COLUMNS, arrays)
+    index = Index(arrays)
     index.names = make_names(rows, group)
     index.facts = Texts(np.zeros(0, dtype="u1"), np.zeros(rows, dtype="<u8"))
     index.vocabularies["domain"] = Vocabulary(["", "arithmetic", "spelling", "sorting", "ciphers"])

@@ -25,11 +25,11 @@ from typing import Any
 import torch
 import transformers
 
-from opd.data.render import render_prompt
+from opd.data.prompts import render_prompt
 from opd.data.sources import open_source, prompt_source
 from opd.engines.builtin import Engine
-from opd.engines.draws import request_key
 from opd.engines.kinds import BuiltInSampler
+from opd.engines.requests import request_key
 from opd.models import load_model
 from opd.recipe import Store
 from opd.records import SampledToken, SampleRequest, Sampling

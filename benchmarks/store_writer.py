@@ -23,7 +23,7 @@ from runs import save
 
 from opd.records import SampledToken, StopReason, TokenColumns
 from opd.store import RolloutStore
-from opd.store.reading import SamplerLog, folder_of
+from opd.store.rollouts import SamplerLog, folder_of
 
 NAME = "store-writer-cpu.json"
 PROMPT = np.arange(200)

@@ -11,7 +11,7 @@ from integration.domains import Split, read, right
 
 if TYPE_CHECKING:
     from opd.models.language_model import LanguageModel
-    from opd.rollouts.sampler import Sampler
+    from opd.rollouts.rollouter import Sampler
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
