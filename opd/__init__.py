@@ -1,6 +1,6 @@
 """On-policy distillation of language models: the student samples, the teachers score every token.
 
-What a person needs is here, flat; each name is loaded when it is first used, so `import opd` stays instant.
+The public names are here, in one flat namespace. Each is loaded when it is first used, so `import opd` is fast.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ if TYPE_CHECKING:
     from opd.records import Prompt, RewardResult, Rollout, Sample
     from opd.registry import register
     from opd.rewards import Reward
-    from opd.rollouts.sampler import Sampler
-    from opd.teachers.teacher import Teacher
+    from opd.rollouts.rollouter import Sampler
+    from opd.teachers.pool import Teacher
 
-round_alike()  # before anything multiplies; processes that are started inherit it
+round_alike()  # before the first matrix product; child processes inherit it
 large_pages()  # and before torch allocates
 find_moved_modules()
 __version__ = "0.1.0"
@@ -69,8 +69,8 @@ PLACES = {
     "opd.models.language_model": ("LanguageModel", "Pack"),
     "opd.objective.objective": ("Objective",),
     "opd.rewards": ("Reward",),
-    "opd.rollouts.sampler": ("Sampler",),
-    "opd.teachers.teacher": ("Teacher",),
+    "opd.rollouts.rollouter": ("Sampler",),
+    "opd.teachers.pool": ("Teacher",),
     "opd.loop.learner": ("Trainer",),
     "opd.records": ("Prompt", "RewardResult", "Rollout", "Sample"),
 }

@@ -31,12 +31,17 @@ store = typer.Typer(no_args_is_help=True, help="The rollout log of a run.")
 
 @recipes.command("list")
 def list_recipes() -> None:
-    """Names of the shipped recipes, with their first line."""
-    from opd.recipe import shipped_recipes
+    """The shipped recipes by family, with a line each. The columns of docs/methods.md say more."""
+    from opd.recipe import FAMILIES, recipe_facts, shipped_recipes
 
-    for name, path in shipped_recipes().items():
-        first = path.read_text(encoding="utf-8").splitlines()[0].lstrip("# ")
-        print(plain(f"{name:32} {first}"))
+    facts = {name: recipe_facts(path.read_text(encoding="utf-8")) for name, path in shipped_recipes().items()}
+    sections = {"": "To begin with, and whole pipelines", **FAMILIES}
+    for family, title in sections.items():
+        found = {name: fact for name, fact in facts.items() if fact.get("family", "") == family}
+        if found:
+            print(f"\n{title}")
+        for name, fact in found.items():
+            print(plain(f"  {name:32} {fact['title']}", 140))
 
 
 @recipes.command("show")
@@ -246,16 +251,16 @@ def _to_stderr(line: str) -> None:
 
 
 def _write_diagnosis(found: Diagnosis, recipe: Path | None, page: Path | None) -> None:
-    from opd.common.files import write_whole
+    from opd.common.files import write_atomic
     from opd.report.page import diagnosis_page
 
     if page is not None:
-        write_whole(page, diagnosis_page(found.to_json()))
+        write_atomic(page, diagnosis_page(found.to_json()))
         _to_stderr(f"wrote {page}")
     if recipe is not None and found.recommendation.settings is None:
         _to_stderr("no recipe was written: there is none to recommend")
     elif recipe is not None:
-        write_whole(recipe, found.recommendation.text())
+        write_atomic(recipe, found.recommendation.text())
         _to_stderr(f"wrote {recipe}; look at it with: opd run {recipe} --dry-run")
 
 
@@ -333,7 +338,7 @@ LARGEST = 2**64 - 1  # seed
 
 def _version(asked: bool) -> None:
     if asked:
-        from opd.common.version import this_version
+        from opd.common.files import this_version
 
         print(f"opd {this_version()}")
         raise typer.Exit
@@ -397,7 +402,9 @@ def run(
     ] = None,
     out: Annotated[
         Path | None,
-        typer.Option(help="Run directory; default runs/NAME. One that is taken becomes NAME-2, never overwritten."),
+        typer.Option(
+            help="Run directory; default runs/NAME. An existing one is never overwritten; the next free NAME-2, NAME-3, … is used."
+        ),
     ] = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print the resolved recipe and the plan, and stop.")
@@ -601,12 +608,12 @@ def chat(
     """Chat with a model, and compare a teacher; one question per line, until the end of the input."""
     from rich.console import Console
 
-    from opd.runner.chat import Talk, converse, questions
+    from opd.runner.chat import Conversation, converse, questions
     from opd.runner.checks import pick_device
 
     model, against = _model(model), None if against is None else _model(against)
     place, said = str(pick_device(device)), {"max_new_tokens": max_new_tokens, "temperature": temperature, "seed": seed}
-    talk = Talk(model, against, console=Console(highlight=False), device=place, **said)  # type: ignore[arg-type]
+    talk = Conversation(model, against, console=Console(highlight=False), device=place, **said)  # type: ignore[arg-type]
     converse(talk, questions(lambda: input("you> " if sys.stdin.isatty() else "")))
 
 
@@ -652,7 +659,7 @@ def serve(
     from opd.common.http import to_stderr
     from opd.serve.server import ServeSettings
     from opd.serve.server import serve as start
-    from opd.teachers.wire import RequestLimits
+    from opd.teachers.served import RequestLimits
 
     limits = RequestLimits(max_bytes, max_tokens, max_sequences)
     settings = ServeSettings(
@@ -673,7 +680,7 @@ def serve(
 
 @app.command()
 def schema(
-    recipe: Annotated[str | None, typer.Argument(help="a recipe whose plugins' choices are to stand in it")] = None,
+    recipe: Annotated[str | None, typer.Argument(help="a recipe whose plugins' choices are to be included")] = None,
 ) -> None:
     """Print the JSON schema of recipes, for editors."""
     from opd.recipe import load_recipe, recipe_schema

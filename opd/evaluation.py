@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from opd.data.render import response_text
-from opd.engines.draws import request_key
+from opd.data.prompts import response_text
+from opd.engines.requests import request_key
 from opd.records import Prompt, Rewarding, RewardResult, Rollout, Sample, SampleRequest, Sampling, TokenSampler
 from opd.rewards import verify
-from opd.rollouts.environments import Environment
-from opd.rollouts.rollouter import Play, answers
+from opd.rollouts.episodes import earned_by, played_sample
+from opd.rollouts.rollouter import answers
 
 ROUNDING = 1e-9  # of weighted sums
 FORMER = {"score": "reward", "unjudged": "unrewarded"}  # names in files of older runs
@@ -26,6 +26,7 @@ EVAL_VISIT = -1  # evaluation draws never coincide with a training visit's
 class Question:
     prompt: Prompt
     prompt_ids: np.ndarray
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)  # of the chat template
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,8 @@ class Measures:
     truncated: float = 0.0  # share cut off at the limit; an answer that stops with its last token is not cut
     reward: float | None = None  # mean reward, partial credit included
     failed: int = 0  # answers that made their reward fail: counted as wrong
+    loss: float | None = None  # nats per token of the worked answers, if measured
+    loss_tokens: int = 0  # of those answers
 
     @property
     def value(self) -> float | None:
@@ -76,9 +79,8 @@ def evaluate(
     sampler: TokenSampler, questions: Mapping[str, Sequence[Question]], sampling: Sampling, tokenizer: Any, *,
     greedy: bool, k: int, temperature: float, seed: int, check_stop: Callable[[], None] = lambda: None,
     reward: Rewarding = verify, on_answers: OnAnswers = lambda domain, samples, results: None,
-    environment: Environment | None = None,
 ) -> dict[str, Measures]:  # fmt: skip
-    """Measures a model on every domain: greedily, with k samples per prompt if k > 0, and in its environment if there is one.
+    """Measures a model on every domain: greedily, with k samples per prompt if k > 0. Prompts with an environment are played in it.
 
     `on_answers` receives the first answer to every question of a domain and its reward.
     """
@@ -93,7 +95,7 @@ def evaluate(
     answered: dict[str, list[Rollout]] = {domain: [] for domain in questions}
     for name, how in runs.items():
         count = 1 if name == "greedy" else k
-        found = _answers(sampler, questions, how, count, seed, check_stop, tokenizer, environment)
+        found = _answers(sampler, questions, how, count, seed, check_stop, tokenizer)
         for domain, asked in questions.items():
             samples, results[domain][name] = _rewarded(asked, found, tokenizer, how.stop_ids, reward)
             if name == next(iter(runs)):
@@ -109,6 +111,7 @@ class Played:
 
     rollout: Rollout
     earned: float | None = None
+    lost: bool = False  # by its environment
 
 
 def _answers(
@@ -119,7 +122,6 @@ def _answers(
     seed: int,
     check_stop: Callable[[], None],
     tokenizer: Any,
-    environment: Environment | None,
 ) -> dict[str, list[Played]]:
     asked = {
         f"eval/{question.prompt.id}/{sample}": (question, sample)
@@ -131,14 +133,13 @@ def _answers(
         SampleRequest(name, question.prompt_ids, request_key(seed, question.prompt.id, EVAL_VISIT, sample), sampling)
         for name, (question, sample) in asked.items()
     ]
-    play, notes = None, dict[str, dict[str, Any]]()
-    if environment is not None:
-        play = Play(environment, tokenizer, {name: question.prompt for name, (question, _) in asked.items()})
+    notes: dict[str, dict[str, Any]] = {}
+    prompts = {name: question.prompt for name, (question, _) in asked.items()}
     found: dict[str, list[Played]] = {}
-    for rollout in answers(sampler, requests, check_stop, play=play, notes=notes):
-        turns = notes.get(rollout.id, {}).get("turn_rewards")
-        earned = None if turns is None else float(sum(reward for reward in turns if reward is not None))
-        found.setdefault(asked[rollout.id][0].prompt.id, []).append(Played(rollout, earned))
+    for rollout in answers(sampler, requests, check_stop, prompts=prompts, tokenizer=tokenizer, notes=notes):
+        noted = notes.get(rollout.id, {})
+        earned = earned_by(noted) if "turn_rewards" in noted else None
+        found.setdefault(asked[rollout.id][0].prompt.id, []).append(Played(rollout, earned, "lost" in noted))
     return found
 
 
@@ -153,15 +154,19 @@ def _rewarded(
     samples = [
         [
             Sample(question.prompt, response_text(answer.rollout.response_ids, tokenizer, stop_ids))
+            if question.prompt.environment is None
+            else played_sample(question.prompt, answer.rollout, tokenizer, stop_ids)
             for answer in answered[question.prompt.id]
         ]
         for question in asked
     ]
-    earned = [answer.earned for question in asked for answer in answered[question.prompt.id]]
+    played = [answer for question in asked for answer in answered[question.prompt.id]]
     every = [sample for group in samples for sample in group]
-    open_ones = [sample for sample, value in zip(every, earned, strict=True) if value is None]
-    given = iter(reward(open_ones))  # all at once: rewards run in parallel
-    results = iter([next(given) if value is None else RewardResult(value) for value in earned])
+    settled = [one.lost or one.earned is not None for one in played]
+    given = iter(reward([sample for sample, known in zip(every, settled, strict=True) if not known]))  # in parallel
+    results = iter(
+        [RewardResult(one.earned) if known else next(given) for one, known in zip(played, settled, strict=True)]
+    )
     return samples, [[next(results) for _ in group] for group in samples]
 
 

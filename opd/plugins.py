@@ -189,7 +189,7 @@ def _run_file(path: Path, source: bytes) -> None:
     try:
         run_source(name, str(path), source)
     except Exception as error:  # a user's own file may raise anything
-        raise RecipeError(f"plugins: {path} cannot be imported: {_told(error, path)}") from None
+        raise RecipeError(f"plugins: {path} cannot be imported: {_described(error, path)}") from None
     _loaded[name] = digest
 
 
@@ -198,9 +198,11 @@ def _load_module(name: str) -> None:
         importlib.import_module(name)
         _modules.add(name)
     except Exception as error:  # likewise
-        raise RecipeError(f"plugins: {name!r} cannot be imported: {_told(error)}. Is its package installed?") from None
+        raise RecipeError(
+            f"plugins: {name!r} cannot be imported: {_described(error)}. Is its package installed?"
+        ) from None
 
 
-def _told(error: Exception, path: Path | None = None) -> str:
+def _described(error: Exception, path: Path | None = None) -> str:
     lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
     return f"{type(error).__name__}: {error}" + (f" (line {lines[-1]})" if lines else "")

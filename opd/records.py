@@ -28,6 +28,7 @@ class Author(IntEnum):
     DATA = 2
     ENV = 3
     TEMPLATE = 4
+    REJECTED = 5  # the dataset's rejected answer
 
 
 @dataclass(frozen=True, repr=False)
@@ -44,6 +45,10 @@ class Prompt:
     messages: tuple[Message, ...] | None = None
     text: str | None = None
     fields: Mapping[str, Any] = field(default_factory=dict)
+    environment: Any = None  # that answers between turns: `opd.rollouts.environments.Environment`
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)  # of the chat template, such as tools
+
+    plain: bool = False  # plain text: every token after the first is data, and nobody answers it
 
     def __repr__(self) -> str:
         """One line, whatever the content."""
@@ -60,6 +65,7 @@ class Visit:
     prompt: Prompt
     visit: int
     source: int  # index into the recipe's list of sources
+    replay: int = 0  # the step that trains on its stored answers again; 0: it is answered anew
 
 
 @dataclass(frozen=True)
@@ -76,7 +82,7 @@ class Sampling:
 
 @dataclass(frozen=True)
 class SampleRequest:
-    """One rollout to sample. `key` is the 64-bit random key of (seed, prompt, visit, sample): see `opd.engines.draws`.
+    """One rollout to sample. `key` is the 64-bit random key of (seed, prompt, visit, sample): see `opd.engines.requests`.
 
     `prefix_ids` are existing response tokens: sampling continues after them. Tokens before `start` are earlier turns; they
     neither end the answer nor count against its limit.
@@ -148,6 +154,11 @@ class Rollout:
     @property
     def length(self) -> int:
         return int(self.prompt_ids.size + self.response_ids.size)
+
+    @property
+    def unit(self) -> str:
+        """What stays together when a batch is divided: the pair, or else the group."""
+        return self.pair or self.group
 
 
 @dataclass(frozen=True)
@@ -256,6 +267,7 @@ class EnvironmentRecord:
     order: int
     call: Any
     result: Any
+    finished: bool = True  # False: the process died before the result was logged
 
 
 @dataclass(frozen=True)
@@ -276,11 +288,15 @@ class RewardResult:
 
 @dataclass(frozen=True)
 class Sample:
-    """The input of a reward: the prompt and the decoded response (without its stop token)."""
+    """The input of a reward: the prompt and the decoded response (without its stop token).
+
+    In an environment, `text` is the last turn, and `transcript` has all turns with what the environment said.
+    """
 
     prompt: Prompt
     text: str
     rollout: Rollout | None = None
+    transcript: str = ""
 
 
 @dataclass(frozen=True)

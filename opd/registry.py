@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args
 
 from pydantic import (
@@ -60,7 +62,7 @@ def changed(settings: BaseModel) -> set[str]:
     return {name for name, field in fields if getattr(settings, name) != field.get_default(call_default_factory=True)}
 
 
-def by_hand(what: str, kind: Any, given: Any) -> Any:
+def validate_settings(what: str, kind: Any, given: Any) -> Any:
     """Read settings from a Python program as a recipe would be read."""
     try:
         return TypeAdapter(kind).validate_python(given)
@@ -89,15 +91,17 @@ class Needs:
     topk: tuple[
         tuple[str, int], ...
     ] = ()  # (role, k): hidden states, or the k likeliest ids if the role has no hidden states
-    modules: tuple[str, ...] = ()  # trainable modules, by the names that the recipe gives them
+    modules: tuple[str, ...] = ()  # heads on the student's hidden states, by the names that the recipe gives them
+    scores: tuple[str, ...] = ()  # modules with their own passes, of which it reads the scores
 
     def __or__(self, other: Needs) -> Needs:
         signals = tuple(dict.fromkeys((*self.signals, *other.signals)))
         topk = tuple(dict.fromkeys((*self.topk, *other.topk)))
         modules = tuple(dict.fromkeys((*self.modules, *other.modules)))
-        return Needs(signals, self.student | other.student, self.rewards or other.rewards, topk, modules)
+        scores = tuple(dict.fromkeys((*self.scores, *other.scores)))
+        return Needs(signals, self.student | other.student, self.rewards or other.rewards, topk, modules, scores)
 
-    @property
+    @cached_property
     def possible(self) -> tuple[tuple[str, SignalKind], ...]:
         """Every signal that may be asked for, with both alternatives of `topk`."""
         kinds: tuple[SignalKind, ...] = ("hidden", "topk")
@@ -126,6 +130,10 @@ class StageView:
     sources: int = 1  # of prompts
     evaluates: bool = False  # during training
     resume: str = "prefill"  # how unfinished answers resume
+    measures_loss: bool = False  # whether evaluations measure the loss on worked answers
+    plain_text: bool = False  # whether a source gives plain text
+    retain: int | None = None  # steps whose tokens stay in the store; None: all
+    environments: Sequence[Any] = ()  # of the sources of prompts
 
     @classmethod
     def of(cls, stage: Any) -> StageView:
@@ -143,6 +151,10 @@ class StageView:
             sources=len(stage.prompts),
             evaluates=bool(stage.eval.every and stage.eval.prompts),
             resume=stage.checkpoint.resume,
+            measures_loss=stage.eval.loss,
+            plain_text=any(source.gives_plain_text for source in stage.prompts),
+            retain=stage.store.retain,
+            environments=stage.environments,
         )
 
 
@@ -162,9 +174,21 @@ class Choice(BaseModel):
     def needs(self) -> Needs:
         return Needs()
 
-    def refuse(self, view: StageView) -> Iterable[str]:
+    def check(self, view: StageView) -> Iterable[str]:
         """Every mistake that can be seen in the recipe: what is wrong, the value given, what to do."""
         return ()
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if "refuse" in vars(cls):
+            warnings.warn(f"{cls.__name__}.refuse is now `check`: rename it.", FutureWarning, stacklevel=2)
+            cls.check = cls.refuse  # type: ignore[method-assign]
+
+    def refuse(self, view: StageView) -> Iterable[str]:
+        """The former name of `check`, which the `refuse` of an old plugin calls with `super()`."""
+        classes = type(self).__mro__
+        below = max(place for place, cls in enumerate(classes) if "refuse" in vars(cls) and cls is not Choice)
+        return next(vars(cls)["check"] for cls in classes[below + 1 :] if "check" in vars(cls))(self, view)
 
     def heading(self) -> dict[str, str]:
         """The keys of a recipe that select this choice."""
@@ -418,14 +442,18 @@ def _keys_at(chosen: type[BaseModel], place: Sequence[str | int]) -> set[str]:
 
 # All choices, by family and name. A new one is a class and a line here; a plugin calls `register`. Strings, so imports are lazy.
 CHOICES: dict[str, str] = {
-    "form.direct": "opd.objective.forms:Direct",
+    "form.direct": "opd.objective.term:Direct",
     "form.policy_gradient": "opd.objective.policy_gradient:PolicyGradient",
-    "form.uld": "opd.objective.forms:ULD",
-    "form.gold": "opd.objective.forms:GOLD",
-    "form.k2": "opd.objective.forms:K2",
-    "form.cross_entropy": "opd.objective.forms:CrossEntropy",
-    "form.value": "opd.objective.value:ValueLoss",
-    "form.pairwise": "opd.objective.pairwise:Pairwise",
+    "form.candidates": "opd.objective.term:Candidates",
+    "form.hpd": "opd.objective.term:HPD",
+    "form.uld": "opd.objective.term:ULD",
+    "form.gold": "opd.objective.term:GOLD",
+    "form.k2": "opd.objective.term:K2",
+    "form.cross_entropy": "opd.objective.term:CrossEntropy",
+    "form.representation": "opd.objective.hidden_states:Representation",
+    "form.dskd": "opd.objective.hidden_states:DualSpace",
+    "form.value": "opd.objective.policy_gradient:ValueLoss",
+    "form.pairwise": "opd.objective.term:Pairwise",
     "divergence.reverse_kl": "opd.divergences.kinds:ReverseKL",
     "divergence.forward_kl": "opd.divergences.kinds:ForwardKL",
     "divergence.jsd": "opd.divergences.kinds:JSD",
@@ -440,15 +468,22 @@ CHOICES: dict[str, str] = {
     "advantage.outcome": "opd.objective.advantages:OutcomeAdvantage",
     "advantage.teacher": "opd.objective.advantages:TeacherAdvantage",
     "advantage.reference": "opd.objective.advantages:ReferenceAdvantage",
+    "advantage.fixed": "opd.objective.advantages:FixedAdvantage",
+    "advantage.ketchup": "opd.objective.advantages:TeacherQ",
     "advantage.magnitude": "opd.objective.advantages:MagnitudeAdvantage",
-    "advantage.gae": "opd.objective.value:GeneralisedAdvantage",
+    "advantage.anchor_rank": "opd.objective.advantages:AnchorRank",
+    "advantage.score": "opd.objective.advantages:ScoreAdvantage",
+    "advantage.turns": "opd.objective.advantages:TurnAdvantage",
+    "advantage.gae": "opd.objective.policy_gradient:GeneralisedAdvantage",
     "surrogate.importance_sampling": "opd.objective.policy_gradient:ImportanceSampling",
     "surrogate.ppo": "opd.objective.policy_gradient:PPO",
     "surrogate.cispo": "opd.objective.policy_gradient:CISPO",
+    "surrogate.shaped": "opd.objective.policy_gradient:Shaped",
     "surrogate.gspo": "opd.objective.policy_gradient:GSPO",
-    "preference.dpo": "opd.objective.pairwise:DPO",
-    "preference.ipo": "opd.objective.pairwise:IPO",
-    "preference.orpo": "opd.objective.pairwise:ORPO",
+    "surrogate.trrd": "opd.objective.policy_gradient:TRRD",
+    "preference.dpo": "opd.objective.term:DPO",
+    "preference.ipo": "opd.objective.term:IPO",
+    "preference.orpo": "opd.objective.term:ORPO",
     "correction.icepop": "opd.objective.corrections:IcePop",
     "correction.tis": "opd.objective.corrections:TIS",
     "correction.mis": "opd.objective.corrections:MIS",
@@ -459,14 +494,25 @@ CHOICES: dict[str, str] = {
     "writer.teacher": "opd.rollouts.writers:TeacherWriter",
     "writer.shown": "opd.rollouts.writers:ShownWriter",
     "writer.data": "opd.rollouts.writers:DataWriter",
+    "writer.rejected": "opd.rollouts.writers:RejectedWriter",
+    "writer.replay": "opd.rollouts.writers:ReplayWriter",
+    "share_schedule.line": "opd.rollouts.pace:LineSchedule",
+    "share_schedule.validation_loss": "opd.rollouts.pace:LossSchedule",
+    "length_schedule.line": "opd.rollouts.pace:LineGrowth",
+    "length_schedule.matched": "opd.rollouts.pace:MatchedGrowth",
+    "environment.calculator": "opd.environments.calculator:Calculator",
+    "environment.dialogue": "opd.environments.dialogue:ScriptedDialogue",
+    "environment.grid": "opd.environments.grid:Grid",
+    "environment.repair": "opd.environments.repair:Repair",
+    "environment.search": "opd.environments.search:Search",
     "teacher.cached": "opd.teachers.cached:CachedTeacher",
     "teacher.frozen": "opd.teachers.kinds:FrozenTeacher",
     "teacher.adapter": "opd.teachers.kinds:AdapterTeacher",
-    "teacher.self": "opd.teachers.of_student:SelfTeacher",
-    "teacher.base": "opd.teachers.of_student:BaseTeacher",
-    "teacher.ema": "opd.teachers.of_student:EmaTeacher",
-    "teacher.refresh": "opd.teachers.of_student:RefreshTeacher",
-    "teacher.live": "opd.teachers.of_student:LiveTeacher",
+    "teacher.self": "opd.teachers.kinds:SelfTeacher",
+    "teacher.base": "opd.teachers.kinds:BaseTeacher",
+    "teacher.ema": "opd.teachers.kinds:EmaTeacher",
+    "teacher.refresh": "opd.teachers.kinds:RefreshTeacher",
+    "teacher.live": "opd.teachers.kinds:LiveTeacher",
     "teacher.served": "opd.teachers.served:ServedTeacher",
     "teacher.mixture": "opd.teachers.mixture:MixtureTeacher",
     "teacher.extrapolation": "opd.teachers.mixture:ExtrapolationTeacher",
@@ -483,13 +529,18 @@ CHOICES: dict[str, str] = {
     "view.revision": "opd.teachers.views:RevisionView",
     "stop_rule.patience": "opd.objective.stopping:Patience",
     "stop_rule.target": "opd.objective.stopping:Target",
-    "shares.static": "opd.data.shares:StaticShares",
-    "shares.tokens": "opd.data.shares:TokenShares",
-    "shares.length": "opd.data.shares:LengthShares",
-    "shares.gap": "opd.data.shares:GapShares",
-    "select.flat": "opd.data.shares:Flattened",
-    "select.score": "opd.data.shares:ScoreBetween",
+    "shares.static": "opd.data.stream:StaticShares",
+    "shares.tokens": "opd.data.stream:TokenShares",
+    "shares.length": "opd.data.stream:LengthShares",
+    "shares.gap": "opd.data.stream:GapShares",
+    "curriculum.pass_rate": "opd.data.stream:PassRate",
+    "curriculum.kl": "opd.data.stream:TeacherDistance",
+    "select.flat": "opd.data.stream:Flattened",
+    "select.score": "opd.data.stream:ScoreBetween",
     "module.head": "opd.models.modules:ValueHead",
+    "module.projectors": "opd.models.modules:Projectors",
+    "module.reward_model": "opd.models.modules:RewardModel",
+    "module.discriminator": "opd.models.modules:Discriminator",
     "optimiser.adamw": "opd.models.optimisers:AdamW",
     "optimiser.muon": "opd.models.optimisers:Muon",
     "optimiser.adamw8bit": "opd.models.optimisers:AdamW8bit",
@@ -497,7 +548,7 @@ CHOICES: dict[str, str] = {
     "merge.task_arithmetic": "opd.models.merging:TaskArithmetic",
     "merge.ties": "opd.models.merging:Ties",
     "merge.stack": "opd.models.merging:Stack",
-    "reward.verifier": "opd.rewards.texts:Verifier",
+    "reward.verifier": "opd.rewards.reward:Verifier",
     "reward.exact": "opd.rewards.texts:Exact",
     "reward.numeric": "opd.rewards.texts:Numeric",
     "reward.format": "opd.rewards.texts:Format",
@@ -511,6 +562,7 @@ CHOICES: dict[str, str] = {
     "sampler.vllm": "opd.engines.vllm:VllmSampler",
     "source.task": "opd.data.tasks:TaskPrompts",
     "source.reasoning_gym": "opd.data.tasks:GymPrompts",
+    "source.episodes": "opd.data.tasks:EpisodePrompts",
     "source.run": "opd.rollouts.replay:RunPrompts",
     "source.stage": "opd.rollouts.replay:StagePrompts",
     "source.file": "opd.data.sources:FilePrompts",
@@ -518,19 +570,20 @@ CHOICES: dict[str, str] = {
     "tracker.tensorboard": "opd.runner.trackers:TensorBoard",
     "tracker.wandb": "opd.runner.trackers:Wandb",
     "tracker.trackio": "opd.runner.trackers:Trackio",
-    "monitor.kl": "opd.monitors.kinds:DivergenceJump",
-    "monitor.diversity": "opd.monitors.kinds:LostDiversity",
-    "monitor.stopping": "opd.monitors.kinds:LostStopping",
-    "monitor.shortening": "opd.monitors.kinds:Shortening",
-    "monitor.lengthening": "opd.monitors.kinds:Lengthening",
-    "monitor.token": "opd.monitors.kinds:DominantToken",
-    "monitor.mismatch": "opd.monitors.kinds:SamplerMismatch",
-    "monitor.staleness": "opd.monitors.kinds:Stale",
-    "monitor.calibration": "opd.monitors.kinds:Miscalibrated",
-    "monitor.together": "opd.monitors.kinds:FallingTogether",
-    "monitor.saturation": "opd.monitors.kinds:Saturation",
-    "monitor.conflict": "opd.monitors.kinds:TeachersInConflict",
-    "monitor.prefix": "opd.monitors.kinds:FlawedPrefix",
+    "monitor.kl": "opd.monitors.monitor:DivergenceJump",
+    "monitor.diversity": "opd.monitors.monitor:LostDiversity",
+    "monitor.stopping": "opd.monitors.monitor:LostStopping",
+    "monitor.shortening": "opd.monitors.monitor:Shortening",
+    "monitor.lengthening": "opd.monitors.monitor:Lengthening",
+    "monitor.token": "opd.monitors.monitor:DominantToken",
+    "monitor.mismatch": "opd.monitors.monitor:SamplerMismatch",
+    "monitor.staleness": "opd.monitors.monitor:Stale",
+    "monitor.calibration": "opd.monitors.monitor:Miscalibrated",
+    "monitor.together": "opd.monitors.monitor:FallingTogether",
+    "monitor.saturation": "opd.monitors.monitor:Saturation",
+    "monitor.conflict": "opd.monitors.monitor:TeachersInConflict",
+    "monitor.turns": "opd.monitors.monitor:TurnDrift",
+    "monitor.prefix": "opd.monitors.monitor:FlawedPrefix",
     "gate.correct": "opd.objective.gates:Correct",
     "gate.wrong": "opd.objective.gates:Wrong",
     "gate.all_wrong": "opd.objective.gates:AllWrong",
@@ -538,15 +591,26 @@ CHOICES: dict[str, str] = {
     "gate.contrast": "opd.objective.gates:Contrast",
     "gate.finished": "opd.objective.gates:FinishedOnly",
     "gate.entropy": "opd.objective.gates:Entropy",
+    "gate.unlikely": "opd.objective.gates:Unlikely",
     "gate.soft_or": "opd.objective.gates:SoftOr",
     "gate.random": "opd.objective.gates:Random",
     "gate.teacher_entropy": "opd.objective.gates:TeacherEntropy",
     "gate.selectkd": "opd.objective.gates:SelectKD",
     "gate.paced": "opd.objective.gates:Paced",
+    "gate.best_of_group": "opd.objective.gates:BestOfGroup",
     "gate.perplexity": "opd.objective.gates:Perplexity",
+    "gate.trust": "opd.objective.gates:Trust",
+    "gate.drift": "opd.objective.gates:Drift",
+    "gate.tokens": "opd.objective.gates:Tokens",
+    "gate.length": "opd.objective.gates:Length",
+    "gate.keep": "opd.objective.gates:Keep",
     "gate.turns": "opd.objective.gates:Turns",
+    "environment.mcp": "opd.environments.mcp:McpEnvironment",
+    "environment.gymnasium": "opd.environments.simulators:GymnasiumEnvironment",
+    "environment.textarena": "opd.environments.simulators:TextArenaEnvironment",
+    "environment.scienceworld": "opd.environments.simulators:ScienceWorldEnvironment",
+    "environment.openenv": "opd.environments.simulators:OpenEnvEnvironment",
 }
-FROM_OUTSIDE = ("environment",)  # families without a choice that comes with opd
 _registered: dict[str, type[Choice]] = {}
 C = TypeVar("C", bound="type[Choice]")
 
@@ -565,7 +629,7 @@ def find(family: str, name: str) -> type[Choice]:
 
 
 def register(choice: C) -> C:
-    """Add a choice of your own: `@opd.register` above its class. Its `family` and `name` say where it stands.
+    """Add a choice of your own: `@opd.register` above its class. Its `family` and `name` say where recipes can use it.
 
     A module may register a name again, as an edited file or a cell of a notebook does; the names of other modules are taken.
     """
@@ -574,10 +638,10 @@ def register(choice: C) -> C:
     before = _registered.get(entry)
     if entry in CHOICES or (before is not None and before.__module__ != choice.__module__):
         raise ValueError(f"{choice.family} {choice.name!r} exists already: give yours another name")
-    known = list(dict.fromkeys([*(entry.split(".")[0] for entry in CHOICES), *FROM_OUTSIDE]))
+    known = list(dict.fromkeys(entry.split(".")[0] for entry in CHOICES))
     if choice.family not in known:
         raise ValueError(f"unknown family {choice.family!r}; known: {', '.join(known)}")
-    _require_whole(choice)
+    _require_usable(choice)
     _registered[entry] = choice
     return choice
 
@@ -590,7 +654,7 @@ def _require_named(choice: type[Choice]) -> None:
         )
 
 
-def _require_whole(choice: type[Choice]) -> None:
+def _require_usable(choice: type[Choice]) -> None:
     """Reject a class that could be chosen, but not used or not read again."""
     if choice.key in choice.model_fields:
         raise ValueError(

@@ -14,7 +14,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
-from tests.servers import ServeProcess
+from tests.support.servers import ServeProcess
 
 torch.set_num_threads(1)
 PATIENT = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}  # a loaded machine is no mistake

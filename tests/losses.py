@@ -53,6 +53,25 @@ OBJECTIVES: dict[str, Any] = {
     **{f"aggregate {name}": {"aggregate": name} for name in ("sequence_mean", "prompt_mean", "constant")},
     **{f"gate {name}": {"gate": name} for name in ("correct", "wrong", "all_wrong", "contrast", "finished", "paced")},
     **{f"gate {name}": {"gate": {"kind": name, "share": 0.4}} for name in ("entropy", "soft_or", "random")},
+    "topk teacher_renormalised": {"divergence": "forward_kl", "support": "topk", "k": 8, "closure": "teacher_renormalised"},
+    "topk with_sampled": {"support": "topk", "k": 8, "with_sampled": True, "closure": "renormalised"},
+    "gate osd": {"gate": {"kind": "selectkd", "accept": "speculative", "accepted": 0, "rejected": 1}, "on": ["student"]},
+    "gate draws": {"gate": {"kind": "selectkd", "accept": "speculative", "draws": 4}, "on": ["student"]},
+    **{f"gate trust {by}": {"gate": {"kind": "trust", "by": by}, "on": ["student"]} for by in ("ratio", "entropy")},
+    "gate trust bound": {"gate": {"kind": "trust", "bound": 0.5}, "on": ["student"]},
+    "gate drift": {"gate": {"kind": "drift", "most": 3.0}, "on": ["student"]},
+    "gate tokens": {"gate": {"kind": "tokens", "ids": [5, 6], "occurrence": "first"}},
+    "gate length": {"gate": {"kind": "length", "shortest": 0.2}},
+    "gate keep": {"gate": {"kind": "keep", "minimum": 1}},
+    "pg trrd": {"form": PG, "surrogate": {"kind": "trrd", "alpha": 0.3}},
+    "pg top-d": {"form": PG, "divergence": "jsd", "advantage": {"discount": 1.0, "length_normalised": True, "future_only": True, "add_own": True, "whiten": "group"}},
+    "pg ketchup": {"form": PG, "advantage": {"teacher_weight": 0, "also": {"kind": "ketchup", "steps": 2}}},
+    "candidates": {"form": "candidates", "k": 6},
+    **{f"hpd {draw}": {"form": "hpd", "draw": draw} for draw in ("sampled", "argmax")},
+    "gate unlikely": {"gate": {"kind": "unlikely", "per": "rollout"}, "on": ["student"]},
+    "direct shuffled": {"shuffle": "rollout"},
+    **{f"pg shuffled {over}": {"form": PG, "advantage": {"shuffle": over}} for over in ("rollout", "batch")},
+    "pg fixed": {"form": PG, "advantage": {"teacher_weight": 0, "also": {"kind": "fixed", "entropy_weight": -0.5}}},
     "gate teacher_entropy": {"gate": {"kind": "teacher_entropy", "below": 0.2, "above": 0.001}, "gated": "zero"},
     "gate greedy": {"gate": {"kind": "selectkd", "k": 1, "rejected": 0.1}},
     "gate speculative": {"gate": {"kind": "selectkd", "accept": "speculative"}, "on": ["student"]},
@@ -90,9 +109,33 @@ MORE: dict[str, dict[str, Any]] = {
     "warm proximal": {"rollout": {**BASE["rollout"], "temperature": 0.8}, "objective": {"form": PG, "advantage": {"student": "proximal"}, "surrogate": {"kind": "ppo", "against": "proximal"}}, **SHAPES["several updates"]},
     "mixed": {"rollout": {**BASE["rollout"], "teacher_mix": 0.3}, "objective": {"form": PG, "surrogate": "cispo"}},
     "shares": {"rollout": {**BASE["rollout"], "data_share": 0.3, "teacher_share": 0.3}, "objective": [{}, {"form": "cross_entropy"}, {"form": PG, "coefficient": 0.1}]},
+    "replay": {"rollout": {**BASE["rollout"], "data_share": 0.6, "writers": [{"kind": "replay", "share": 0.3}],
+                           "share_schedule": {"kind": "line", "to": {"data_share": 0.2}}}, "objective": [{}, {"form": "cross_entropy"}]},
+    "plain text": {"prompts": [BASE["prompts"][0], {**BASE["prompts"][1], "plain_text": True}],
+                   "objective": [{"on": ["student", "data"]}, {"form": "cross_entropy", "domains": ["spelling"]}]},
+    "growth": {"rollout": {**BASE["rollout"], "length_schedule": {"kind": "line", "start": 2}}, "objective": {}},
     "muon": {"train": {"steps": 3, "lr": 1e-3, "optimiser": "muon"}, "objective": {}},
     "gae": {"modules": {"value": {"kind": "head", "lr": 1e-2}}, "train": {"steps": 3, "lr": 1e-3, "epochs": 2},
             "objective": [{"form": PG, "advantage": {"teacher_weight": 0, "also": {"kind": "gae", "lam": 0.9, "reference_weight": 0.1}}}, {"form": "value"}]},
+    "score": {"modules": {"judge": {"kind": "discriminator", "lr": 1e-3}}, "train": {"steps": 3, "lr": 1e-3},
+              "rollout": {"prompts": 4, "samples": 3, "max_new_tokens": 8, "writers": [{"kind": "data", "samples": 1}]},
+              "objective": [{"form": PG, "advantage": {"teacher_weight": 0, "also": {"kind": "score"}}}]},
+    "distillm-2": {"rollout": {**BASE["rollout"], "samples": 2, "writers": [{"kind": "teacher", "samples": 1}]},
+                   "objective": [{"divergence": "skew_kl", "adapt": True, "on": ["teacher"]}, {"divergence": "skew_reverse_kl", "adapt": True, "detached": True, "on": ["student"]}]},
+    "luffy": {"rollout": {**BASE["rollout"], "samples": 4, "writers": [{"kind": "data", "samples": 1}]},
+              "objective": [{"form": PG, "on": authors, "surrogate": surrogate, "advantage": {"teacher_weight": 0, "outcome_weight": 1, "baseline_of": "all"}}
+                            for authors, surrogate in ((["student"], "importance_sampling"), (["data"], "shaped"))]},
+    "anchor_rank": {"rollout": {**BASE["rollout"], "samples": 4, "writers": [{"kind": "teacher", "samples": 2}]},
+                    "objective": [{"form": "cross_entropy", "on": ["teacher"], "gate": "best_of_group"},
+                                  {"form": PG, "advantage": {"discount": 1, "also": {"kind": "anchor_rank", "n": 4}}}]},
+    "pairs by author": {"rollout": {**BASE["rollout"], "samples": 4, "writers": [{"kind": "data", "samples": 1}, {"kind": "teacher", "samples": 1}]},
+                        "objective": [{"form": "pairwise", "role": "base", "pairs": kind, "chosen": better, "rejected": worse} for kind, better, worse in
+                                      (("authors", "data", "student"), ("all", "teacher", "student"), ("best_worst", "data", "teacher"))]},
+    "reward model": {"modules": {"judge": {"kind": "reward_model", "lr": 1e-3}}, "rollout": {"prompts": 4, "samples": 4, "max_new_tokens": 8},
+                     "objective": [{"form": PG, "advantage": {"teacher_weight": 0, "also": {"kind": "score"}}}]},
+    "representation": {"objective": {"form": "representation"}},
+    "dskd": {"modules": {"spaces": {"kind": "projectors", "lr": 1e-3}}, "rollout": {**BASE["rollout"], "data_share": 1}, "objective": {"form": "dskd"},
+             "teachers": {"arithmetic": "tiny/arithmetic", "base": BASE["teachers"]["base"]}, "prompts": BASE["prompts"][:1]},
     "schedule": {"objective": [{"coefficient": {"value": 1, "to": 0.1, "over": 3}}, {"form": "k2", "coefficient": {"until": 2}}, {"form": PG, "coefficient": {"after": 1}}]},
 }  # fmt: skip
 
@@ -121,14 +164,15 @@ def recipes() -> dict[str, tuple[Any, list[str], int]]:
 
 
 def _plain(name: str) -> list[str]:
-    """Without evaluation; with as little as there can be where a stage chooses its domains by it."""
+    """Without evaluation, or with as little as possible where a stage chooses domains or shares by it."""
     recipe = yaml.safe_load(_text(name))
-    if any("select" in stage for stage in recipe.get("stages", ())):
+    stages = [recipe, *recipe.get("stages", ())]
+    if any("select" in stage or stage.get("eval", {}).get("loss") for stage in stages):
         return ["eval.prompts=1", "eval.teachers=false", *PLAIN[1:]]
-    stages = {f"stages.{stage['name']}.": stage for stage in recipe.get("stages", ())} | {"": recipe}
+    by_prefix = {f"stages.{stage['name']}.": stage for stage in recipe.get("stages", ())} | {"": recipe}
     return [
         *PLAIN,
-        *(f"{where}eval.further=[]" for where, stage in stages.items() if "further" in stage.get("eval", {})),
+        *(f"{where}eval.further=[]" for where, stage in by_prefix.items() if "further" in stage.get("eval", {})),
     ]
 
 

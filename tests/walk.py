@@ -4,7 +4,7 @@
     python -m tests.walk --list     # and the functions
 
 A function counts once, however often it is called, if it stands under opd/. A call from a lower room into a higher one counts as
-upward unless the caller was handed the object, as its own attribute or argument: see `tests/test_structure.py` for imports.
+upward unless the caller was handed the object, as its own attribute or argument: see `tests/whole/test_structure.py` for imports.
 """
 
 from __future__ import annotations

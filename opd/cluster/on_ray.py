@@ -33,12 +33,11 @@ from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 from opd.common.errors import RESUME_ME, OpdError, Preempted, RanksLost, RecipeError, Stopped, UserError
-from opd.common.files import SEALS, read_sealed
+from opd.common.files import SEALS, read_sealed, this_version
 from opd.common.http import to_stderr
 from opd.common.text import first_line
-from opd.common.version import this_version
 from opd.recipe import STAGE_PREFIX, Recipe, Stage
-from opd.recipe.checks import refuse_stage
+from opd.recipe.checks import require_valid_stage
 from opd.recipe.stage import WEIGHTS, Cluster
 from opd.teachers.kinds import ModelRef, TeacherKind
 from opd.teachers.pool import movable
@@ -81,7 +80,7 @@ class RayPlaces:
     """The resources that a recipe needs from a cluster."""
 
     cluster: Cluster
-    dealt: tuple[tuple[str, ...], ...]  # models of frozen teachers, per server
+    models_per_server: tuple[tuple[str, ...], ...]  # models of frozen teachers, per server
 
     @classmethod
     def of(cls, loaded: Recipe) -> RayPlaces:
@@ -91,16 +90,16 @@ class RayPlaces:
         placed = cls(cluster, tuple(tuple(models[number::servers]) for number in range(servers)))
         _dtype(loaded, "cuda" if gpus(loaded) else "cpu")
         for stage in loaded.stages:
-            refuse_stage(served_stage(stage, dict.fromkeys(placed.teachers, "http://127.0.0.1:1")), "")
+            require_valid_stage(served_stage(stage, dict.fromkeys(placed.teachers, "http://127.0.0.1:1")), "")
         return placed
 
     @property
     def teachers(self) -> list[str]:
-        return [model for part in self.dealt for model in part]
+        return [model for part in self.models_per_server for model in part]
 
     @property
     def workers(self) -> int:
-        return self.cluster.trainers + self.cluster.samplers + len(self.dealt)
+        return self.cluster.trainers + self.cluster.samplers + len(self.models_per_server)
 
 
 def carry_out_on(
@@ -119,14 +118,14 @@ def carry_out_on(
             raise UserError(
                 f"{workers} workers with {each} each do not fit into this cluster. Lower the numbers of `cluster` in the recipe."
             )
-        machines = look_around(ray, group, workers, arguments, loaded) if joined else 1
+        machines = check_machines(ray, group, workers, arguments, loaded) if joined else 1
         token = secrets.token_urlsafe(32)
         started.start_samplers()
         commits = commits_of(placed.teachers, Path(arguments.out))
-        started.start_servers(placed.dealt, token, loaded.stages[0].device, dtype, commits)
+        started.start_servers(placed.models_per_server, token, loaded.stages[0].device, dtype, commits)
         where = f" on {machines} machines" if machines > 1 else ""
         say(
-            f"ray: {cluster.trainers} trainers, {cluster.samplers} samplers, {len(placed.dealt)} servers of "
+            f"ray: {cluster.trainers} trainers, {cluster.samplers} samplers, {len(placed.models_per_server)} servers of "
             f"{len(placed.teachers)} teachers{where}; {cluster.rewards} CPUs for rewards; run directory {arguments.out}"
         )
         if placed.teachers and any(
@@ -156,7 +155,7 @@ def commits_of(models: Sequence[str], run: Path) -> dict[str, str]:
     return found
 
 
-def look_around(ray: Any, group: Any, places: int, arguments: RunArguments, loaded: Recipe) -> int:
+def check_machines(ray: Any, group: Any, places: int, arguments: RunArguments, loaded: Recipe) -> int:
     """Check that all machines see the same files. Returns the number of machines that get a worker."""
     from ray.exceptions import RayTaskError
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -167,13 +166,13 @@ def look_around(ray: Any, group: Any, places: int, arguments: RunArguments, load
         files = [arguments.recipe] if Path(arguments.recipe).is_absolute() else []
         paths = [str(mark), arguments.folder, *files, *paths_of(loaded)]
         asked = [
-            ray.remote(look)
+            ray.remote(describe_machine)
             .options(num_cpus=0, scheduling_strategy=PlacementGroupSchedulingStrategy(group, place))
             .remote(paths)
             for place in first.values()
         ]
         try:
-            refuse_others(look(paths), ray.get(asked), str(mark))
+            require_same_machine(describe_machine(paths), ray.get(asked), str(mark))
         except RayTaskError as error:
             raise UserError(f"a machine of the cluster cannot run opd: {str(error)[-600:]}") from None
     return len(first)
@@ -205,14 +204,14 @@ def require_ray(recipe: Recipe) -> Cluster:
     clusters = [stage.cluster for stage in recipe.stages]
     if any(other.placement != clusters[0].placement for other in clusters):
         raise RecipeError(
-            "cluster: trainers, samplers, servers and rewards are for the whole run. Set them at the top."
+            "cluster: trainers, samplers, servers and rewards apply to the whole run. Set them at the top level."
         )
     found = clusters[0]
     if found.samplers > found.trainers:
         raise RecipeError(
-            f"cluster.samplers {found.samplers}: each is asked by one of the {found.trainers} trainers. Lower it, or raise trainers."
+            f"cluster.samplers {found.samplers}: each serves one of the {found.trainers} trainers. Lower it, or raise trainers."
         )
-    if found.samplers and any(stage.sampler.led for stage in recipe.stages):
+    if found.samplers and any(stage.sampler.leader_only for stage in recipe.stages):
         raise RecipeError("cluster.samplers: this engine has its own processes. Set samplers: 0.")
     return found
 
@@ -333,19 +332,24 @@ class WorkerGroup:
         return made.remote(*arguments)
 
     def start_samplers(self) -> None:
-        from opd.cluster.remote_sampler import SamplerWorker
+        from opd.cluster.ray_workers import SamplerWorker
 
         first = self._cluster.trainers
         for number in range(self._cluster.samplers):
             self._samplers.append(self._start(SamplerWorker, first + number, restarts=RESTARTS))
 
     def start_servers(
-        self, dealt: Sequence[Sequence[str]], token: str, device: str, dtype: str, commits: Mapping[str, str]
+        self,
+        models_per_server: Sequence[Sequence[str]],
+        token: str,
+        device: str,
+        dtype: str,
+        commits: Mapping[str, str],
     ) -> None:
         """One server for each part of the teachers' models."""
 
         first = self._cluster.trainers + self._cluster.samplers
-        for number, models in enumerate(dealt):
+        for number, models in enumerate(models_per_server):
             arguments = (models, token, device, dtype, self._host, commits)
             worker = self._start(ServerWorker, first + number, *arguments, restarts=RESTARTS, calls=2)
             self._servers.append(Server(worker, models))
@@ -363,7 +367,7 @@ class WorkerGroup:
         """Wait until all ranks end. If one is lost, all restart."""
         from ray.exceptions import RayActorError
 
-        from opd.cluster.ray_ranks import TrainerWorker
+        from opd.cluster.ray_workers import TrainerWorker
 
         restarts = Restarts(Path(arguments.out))
         while True:
@@ -374,7 +378,7 @@ class WorkerGroup:
                 machines = [nodes[place] for place in order]
                 started = list(zip(self._when_placed([rank.pid.remote() for rank in ranks]), machines, strict=True))
                 places = {model: server.listen(self._ray) for server in self._servers for model in server.models}
-                host, port = self._ray.get(ranks[0].meeting_point.remote(self._host))
+                host, port = self._ray.get(ranks[0].rendezvous_address.remote(self._host))
                 common = {**variables, TOKEN: token, "MASTER_ADDR": host, "MASTER_PORT": str(port)}
                 pending = [
                     rank.carry_out.remote(
@@ -390,22 +394,22 @@ class WorkerGroup:
                 return
             except (RanksLost, RayActorError) as error:
                 restarts.count(str(error)[:REASON])
-                self._say(f"ray: a trainer was lost; all {len(ranks)} start again ({restarts.done} of {RESTARTS})")
+                self._say(f"ray: a trainer was lost; restarting all {len(ranks)} ({restarts.done} of {RESTARTS})")
             finally:
                 for rank in ranks:
                     self._ray.kill(rank)
 
     def _nodes(self) -> list[str]:
         """The nodes of the trainers. A trainer of a lost machine is placed on another one."""
-        told = False
+        announced = False
         while True:
             found = self._ray.util.placement_group_table(self._group)["bundles_to_node_id"]
             nodes = [found.get(place, "") for place in range(self._cluster.trainers)]
             if all(nodes):
                 return nodes
-            if not told:
+            if not announced:
                 self._say("ray: waiting for free resources for the trainers")
-            told = True
+            announced = True
             time.sleep(POLL)
 
     def _when_placed(self, tasks: Sequence[Any]) -> list[int]:
@@ -425,41 +429,41 @@ class WorkerGroup:
     def _wait(self, pending: Sequence[Any], started: Sequence[tuple[int, str]], serving: Sequence[Any]) -> None:
         """Forward Ctrl-C and SIGTERM to the ranks, which stop at the same point and save; a second Ctrl-C quits at once. `started`: processes
         and their nodes, since two machines may use the same process id."""
-        heard: list[int] = []
+        received: list[int] = []
 
-        def hear(number: int, frame: FrameType | None) -> None:
-            if heard and number == signal.SIGINT:
+        def receive(number: int, frame: FrameType | None) -> None:
+            if received and number == signal.SIGINT:
                 raise KeyboardInterrupt
-            heard.append(number)
+            received.append(number)
 
-        before = {number: signal.signal(number, hear) for number in STOPS}
-        told, left, found, watched = False, list(pending), list[tuple[int, str]](), list(serving)
+        before = {number: signal.signal(number, receive) for number in STOPS}
+        announced, left, found, watched = False, list(pending), list[tuple[int, str]](), list(serving)
         try:
             while left:
                 done, _ = self._ray.wait([*left, *watched], timeout=POLL)
-                if heard and not told:
-                    told = True
+                if received and not announced:
+                    announced = True
                     self._say(
                         "ray: stopping; a checkpoint is saved first, if it fits into half of checkpoint.grace (press Ctrl-C again "
                         "to quit at once)"
                     )
                     send_signal(self._ray, started, signal.SIGTERM)  # Ray's workers ignore SIGINT
                 for one in done:
-                    if one in watched and not heard:
+                    if one in watched and not received:
                         raise server_ended(*self._answer(one))
                     if one in watched:  # ranks that save need no samplers
                         watched.remove(one)
                         continue
                     left.remove(one)
                     found.append(self._answer(one))
-                if not heard and (error := why_ended(found, over=not left)) is not None:
+                if not received and (error := why_ended(found, over=not left)) is not None:
                     raise error
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
-        if heard:
-            wrong = why_ended([(code, said) for code, said in found if code not in (LOST, RESUME_ME)], over=True)
-            raise wrong or (Preempted() if heard[0] == signal.SIGTERM else Stopped())
+        if received:
+            wrong = why_ended([(code, message) for code, message in found if code not in (LOST, RESUME_ME)], over=True)
+            raise wrong or (Preempted() if received[0] == signal.SIGTERM else Stopped())
 
     def _answer(self, task: Any) -> tuple[int, str]:
         """The exit code and message of a finished task. An unexpected error is raised."""
@@ -494,8 +498,8 @@ class Server:
 class WorkerEnded(OpdError):
     """The message of a worker, with its exit code."""
 
-    def __init__(self, said: str, code: int) -> None:
-        super().__init__(said)
+    def __init__(self, message: str, code: int) -> None:
+        super().__init__(message)
         self.exit_code = code
 
 
@@ -503,25 +507,25 @@ def why_ended(found: Sequence[tuple[int, str]], over: bool) -> OpdError | None:
     """The error that a rank reports, rather than that of ranks which were lost because of it. Other ranks end without a message,
     often earlier. `over`: all have ended.
     """
-    errors = [(code, said) for code, said in found if code]
-    for code, said in errors:
-        if said and code != LOST:
-            return WorkerEnded(said, code)
-    for code, said in errors:
+    errors = [(code, message) for code, message in found if code]
+    for code, message in errors:
+        if message and code != LOST:
+            return WorkerEnded(message, code)
+    for code, message in errors:
         if code == LOST:
-            return RanksLost(said)
+            return RanksLost(message)
     if errors and over:
         return WorkerEnded("the trainer's ranks have ended; see log.txt of the run.", errors[0][0])
     return None
 
 
-def server_ended(code: int, said: str) -> OpdError:
+def server_ended(code: int, message: str) -> OpdError:
     """Raise if a server has ended for good."""
     if code == MOVED:
-        return RanksLost(said)
+        return RanksLost(message)
     if code == LOST:
-        return WorkerEnded(f"a server of teachers was lost {RESTARTS + 1} times: {said}", OpdError.exit_code)
-    return WorkerEnded(f"a server of teachers has ended ({code}). It said:\n{said}", code or OpdError.exit_code)
+        return WorkerEnded(f"a server of teachers was lost {RESTARTS + 1} times: {message}", OpdError.exit_code)
+    return WorkerEnded(f"a server of teachers has ended ({code}). Its message:\n{message}", code or OpdError.exit_code)
 
 
 class Restarts:
@@ -584,7 +588,7 @@ def free_port(host: str) -> int:
                     raise
 
 
-def look(paths: Sequence[str]) -> Machine:
+def describe_machine(paths: Sequence[str]) -> Machine:
     """Runs on each machine."""
     versions = {"Python": platform.python_version(), "opd": this_version()} | {name: version(name) for name in PACKAGES}
     return Machine(socket.gethostname(), versions, {path: _fingerprint(Path(path)) for path in paths})
@@ -646,18 +650,18 @@ def marked(directory: Path) -> Iterator[Path]:
             mark.unlink()
 
 
-def refuse_others(mine: Machine, others: Sequence[Machine], mark: str) -> None:
+def require_same_machine(mine: Machine, others: Sequence[Machine], mark: str) -> None:
     """Raise an error that names the machine and the path or package."""
     for other in others:
         for path, found in mine.seen.items():
             if other.seen.get(path) == found:
                 continue
-            what = f"{path} is {'another one' if other.seen.get(path) else 'not'} there"
+            what = f"{path} {'differs' if other.seen.get(path) else 'does not exist'} there"
             if path == mark:
                 what = f"{Path(path).parent} is not the same directory there"
             raise UserError(
                 f"machine {other.name}: {what}. The run directory, the working directory and everything that the recipe names "
-                "by a path have to be at the same place on every machine of the cluster: put them on a shared file system."
+                "by a path must be at the same path on every machine of the cluster: put them on a shared file system."
             )
         for package, wanted in mine.versions.items():
             if other.versions.get(package) != wanted:

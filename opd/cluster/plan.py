@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from math import ceil
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,7 +16,7 @@ from opd.models.files import read_json, stored_tensors
 from opd.models.load import weights_directory
 from opd.recipe import STAGE_PREFIX, Recipe, Stage, parse_yaml
 from opd.recipe.stage import WEIGHTS, AnySize, ModelSize
-from opd.registry import Dtype, by_hand
+from opd.registry import Dtype, validate_settings
 from opd.runner.cost import (
     BYTES,
     DEVICES,
@@ -27,6 +27,8 @@ from opd.runner.cost import (
     gradient_bytes,
     in_short,
     memory,
+    module_bytes,
+    module_seconds,
     sampling_seconds,
     scoring_seconds,
     teachers_held,
@@ -42,7 +44,7 @@ class ClusterPlan:
     """Of one stage."""
 
     gpus: int  # available
-    task: PaperStage
+    task: PlannedStage
     placed: Placement
     memory: dict[str, int]  # part -> bytes, of one rank of the trainer
     others: dict[str, int]  # sampler and teachers on devices of their own -> bytes of one device
@@ -125,7 +127,7 @@ def cluster_plan(
 
 def task_of(
     stage: Stage, resolve: Any, sizes: Mapping[str, ModelSize], device: Device, prompt: int | None
-) -> PaperStage:
+) -> PlannedStage:
     precision = stage.train.precision_on(device.name if device.name == "cpu" else "cuda")
     student = shape_of(resolve(stage.student.model), stage.student.revision, sizes, "student")
     teachers, owners = {}, {}
@@ -138,7 +140,13 @@ def task_of(
     lora = stage.student.lora
     trained = student.parameters if lora is None else adapters(student, lora.rank)
     tokens = prompt or stage.rollout.max_prompt_tokens or PROMPT
-    return PaperStage(stage, precision, student, trained, teachers, owners, tokens, device)
+    start = stage.student.model, stage.student.revision
+    modules = {
+        name: student if ref == start else shape_of(resolve(ref[0]), ref[1], sizes, name)
+        for name, kind in stage.modules.items()
+        for ref in kind.reads(*start)
+    }
+    return PlannedStage(stage, precision, student, trained, teachers, owners, tokens, device, modules)
 
 
 def adapters(student: ModelShape, rank: int) -> int:
@@ -146,7 +154,7 @@ def adapters(student: ModelShape, rank: int) -> int:
     return student.layers * rank * 24 * student.width
 
 
-def planned(task: PaperStage, placed: Placement, gpus: int, sharded: bool | None = None) -> ClusterPlan:
+def planned(task: PlannedStage, placed: Placement, gpus: int, sharded: bool | None = None) -> ClusterPlan:
     work, own = task.work, BYTES[task.usual]
     responses = work.rollouts * work.response
     moved: dict[str, float] = {}
@@ -159,6 +167,9 @@ def planned(task: PaperStage, placed: Placement, gpus: int, sharded: bool | None
         moved["weights gathered and gradients summed, per trainer GPU"] = gradient_bytes(
             task.stage, work, task.student, task.trained, own, placed.spread(task.stage)
         )
+        if task.modules:
+            name = f"gradients of modules ({', '.join(task.modules)}) summed, per trainer GPU"
+            moved[name] = module_bytes(task.modules, placed.spread(task.stage))
     if not placed.together:
         moved["hidden states from teachers to the trainer's ranks"] = sum(
             responses * task.share(name) * shape.width * 2 for name, (_, shape) in task.teachers.items()
@@ -177,7 +188,7 @@ PAGES = 50e9  # bytes per second from a host's memory to one device
 
 
 @dataclass(frozen=True)
-class PaperStage:
+class PlannedStage:
     """A stage and the shapes of its models."""
 
     stage: Stage
@@ -188,6 +199,7 @@ class PaperStage:
     owners: Mapping[str, str]  # -> the teacher in the recipe
     prompt: int  # tokens
     device: Device
+    modules: Mapping[str, ModelShape] = field(default_factory=dict)  # trainable modules with a model of their own
 
     @property
     def work(self) -> Work:
@@ -243,7 +255,7 @@ def even(stage: Stage, ranks: int) -> bool:
     return ranks % group_of(stage, ranks) == 0
 
 
-def rank_memory(task: PaperStage, placed: Placement, sharded: bool | None = None) -> dict[str, int]:
+def rank_memory(task: PlannedStage, placed: Placement, sharded: bool | None = None) -> dict[str, int]:
     """Bytes on one rank of the trainer."""
     stage, spread = task.stage, placed.spread(task.stage, sharded)
     longest, held = task.prompt + task.work.response, 0
@@ -258,17 +270,20 @@ def rank_memory(task: PaperStage, placed: Placement, sharded: bool | None = None
             held -= away - away // placed.ranks
     else:
         held = sum(shape.head * BYTES[ref.dtype or task.usual] for ref, shape in dict(task.teachers.values()).items())
-    found = memory(stage, task.precision, task.student, task.trained, held, longest, spread)
+    found = memory(stage, task.precision, task.student, task.trained, held, longest, spread, modules=task.modules)
     widest = max((shape.width for _, shape in task.teachers.values()), default=0)
     return found | ({"hidden states": hidden * widest} if widest else {})
 
 
-def seconds(task: PaperStage, placed: Placement) -> dict[str, float]:
+def seconds(task: PlannedStage, placed: Placement) -> dict[str, float]:
     """Seconds of the phases of a step."""
     work, device, student = task.work, task.device, task.student
     samplers, gpus = (placed.ranks, 1) if placed.together else (placed.samplers, placed.sampler_gpus)
     spread = placed.spread(task.stage)
-    moved = gradient_bytes(task.stage, work, student, task.trained, BYTES[task.usual], spread) / device.link
+    moved = gradient_bytes(task.stage, work, student, task.trained, BYTES[task.usual], spread)
+    moved = (moved + module_bytes(task.modules, spread)) / device.link
+    passes = update_seconds(work, student, device, placed.ranks)
+    passes += module_seconds(work.tokens, task.modules, device, placed.ranks)
     scored = {
         name: scoring_seconds(work.tokens * task.share(name), shape, device, scoring_gpus(task, placed, name))
         for name, (_, shape) in task.teachers.items()
@@ -278,12 +293,12 @@ def seconds(task: PaperStage, placed: Placement) -> dict[str, float]:
     return {
         "sample": sampling_seconds(work, student, task.sampled, device, gpus, samplers),
         "score": sum(scored.values()) + paged if alone else max(scored.values(), default=0.0),
-        "update": max(update_seconds(work, student, device, placed.ranks), moved),
+        "update": max(passes, moved),
         "publish": student.parameters * task.sampled / device.link if placed.gpus > 1 else 0.0,
     }
 
 
-def scoring_gpus(task: PaperStage, placed: Placement, name: str) -> int:
+def scoring_gpus(task: PlannedStage, placed: Placement, name: str) -> int:
     if placed.together:
         return placed.ranks
     if placed.turns:
@@ -293,7 +308,7 @@ def scoring_gpus(task: PaperStage, placed: Placement, name: str) -> int:
     return replicas * gpus
 
 
-def place(task: PaperStage, gpus: int) -> Placement:
+def place(task: PlannedStage, gpus: int) -> Placement:
     """The simplest placement that fits. Remaining GPUs go where they save most time."""
     together = Placement(True, gpus, group_of(task.stage, gpus))
     if even(task.stage, gpus) and sum(rank_memory(task, together).values()) <= task.device.usable:
@@ -308,20 +323,20 @@ def place(task: PaperStage, gpus: int) -> Placement:
     least = _fewest_ranks(task, sampler, own, most, 1 << 20)
     needed = "more than is available" if least is None else str(least.gpus)
     raise UserError(
-        f"{gpus} GPUs of {bytes_in_words(task.device.memory)} are too few: one of the trainer's does not fit, or what trains, "
-        f"samples and scores needs {needed} at least. Give more --gpus, or set student.gradient_checkpointing, a lower "
+        f"{gpus} GPUs of {bytes_in_words(task.device.memory)} are too few: a rank of the trainer does not fit into one, or training, "
+        f"sampling and scoring need at least {needed}. Give more --gpus, or set student.gradient_checkpointing, a lower "
         "train.micro_tokens or quantise."
     )
 
 
-def _devices(task: PaperStage, size: int) -> int:
+def _devices(task: PlannedStage, size: int) -> int:
     """GPUs per model: a power of two within a machine, then whole machines."""
     count = -(-size // task.device.usable)
     return 1 << (count - 1).bit_length() if count <= MACHINE else MACHINE * -(-count // MACHINE)
 
 
 def _fewest_ranks(
-    task: PaperStage, sampler: int, teachers: Mapping[str, tuple[int, int]], turns: int, limit: int
+    task: PlannedStage, sampler: int, teachers: Mapping[str, tuple[int, int]], turns: int, limit: int
 ) -> Placement | None:
     ranks = 1
     while ranks <= limit:
@@ -332,7 +347,7 @@ def _fewest_ranks(
     return None
 
 
-def _grown(task: PaperStage, placed: Placement, gpus: int) -> Placement:
+def _grown(task: PlannedStage, placed: Placement, gpus: int) -> Placement:
     """Add one unit at a time, to the part with the largest speed-up per device."""
     while True:
         now, best, gain = sum(seconds(task, placed).values()), placed, 0.0
@@ -345,7 +360,7 @@ def _grown(task: PaperStage, placed: Placement, gpus: int) -> Placement:
         placed = best
 
 
-def _larger(task: PaperStage, placed: Placement, gpus: int) -> list[Placement]:
+def _larger(task: PlannedStage, placed: Placement, gpus: int) -> list[Placement]:
     whole = MACHINE if task.stage.cluster.shard == "full" else max(placed.group, 1)
     ranks = placed.ranks + min(whole, placed.ranks)
     found = [
@@ -362,7 +377,7 @@ def _larger(task: PaperStage, placed: Placement, gpus: int) -> list[Placement]:
     return [more for more in fitting if more.samplers <= task.work.rollouts]
 
 
-def _faster(task: PaperStage, placed: Placement) -> dict[str, tuple[int, int]]:
+def _faster(task: PlannedStage, placed: Placement) -> dict[str, tuple[int, int]]:
     """Add replicas of teachers until all need at most three quarters of the time."""
     assert placed.teachers is not None
 
@@ -392,7 +407,7 @@ def given_sizes(options: list[str]) -> dict[str, ModelSize]:
         if not name or not equals or not value:
             raise UserError(f"--size {option!r}: expected NAME=PARAMETERS, for example student=32B.")
         size = parse_yaml(value, f"--size {name}") if value.startswith("{") else value
-        found[name] = by_hand(f"--size {name}", AnySize, size)
+        found[name] = validate_settings(f"--size {name}", AnySize, size)
     return found
 
 

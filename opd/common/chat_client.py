@@ -44,9 +44,9 @@ class Endpoint(BaseModel):
     )
     temperature: float = Field(0.0, ge=0, le=100)
     max_tokens: Positive = Field(1024, description="of an answer")
-    concurrency: Positive = Field(8, le=1024, description="questions under way at once")
+    concurrency: Positive = Field(8, le=1024, description="questions in progress at once")
     timeout: float = Field(120.0, gt=0, le=86_400, description="seconds for one answer")
-    patience: float = Field(600.0, gt=0, le=604_800, description="seconds that the server may be away")
+    patience: float = Field(600.0, gt=0, le=604_800, description="seconds to wait for an unreachable server")
     price: Price | None = Field(
         None, description="per million tokens: {input: …, output: …}; without it, cost is not counted"
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,7 +26,7 @@ class Peers:
 
     @property
     def sharded(self) -> bool:
-        """Whether the student's weights are spread over the ranks."""
+        """Whether the student's weights are sharded over the ranks."""
         return False
 
     def share(self, make: Callable[[], T]) -> T:
@@ -43,6 +43,17 @@ class Peers:
     def deal(self, rollouts: Sequence[Any]) -> list[Any]:
         """This rank's rollouts of a batch. Groups and pairs stay whole."""
         return list(rollouts)
+
+    def exchange(self, signals: Mapping[str, Any], hidden: bool) -> dict[str, Any]:
+        """Signals of all ranks, by rollout. Hidden states stay on the rank that uses them."""
+        return dict(signals)
+
+    def complete(self, batch: Any) -> None:
+        """Complete the first pass over a batch, of which every rank computed a part."""
+
+    def collect(self, seen: list[Any]) -> list[Any]:
+        """Statistics of all ranks' micro-batches."""
+        return seen
 
     @contextmanager
     def answering(self) -> Iterator[None]:

@@ -12,7 +12,7 @@ def round_alike(processors: Path = Path("/proc/cpuinfo")) -> None:
     """Set it on Intel processors, where it costs nothing. The effect on others was not measured. A user's setting stays."""
     try:
         with processors.open(encoding="utf-8") as file:
-            intel = "GenuineIntel" in file.read(4096)  # the first processor tells
+            intel = "GenuineIntel" in file.read(4096)  # the first processor is enough
     except OSError:
         return
     if intel:

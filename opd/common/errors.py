@@ -1,16 +1,16 @@
 """Errors a user can see. Each says what was wrong, the value given, and what to do.
 
     OpdError                      exit code 1: the run could not continue
-    ├── UserError (ValueError)    exit code 2: a mistake in what was asked for
+    ├── UserError (ValueError)    exit code 2: a mistake in the user's input
     │   ├── RecipeError           a key, type or value in a recipe
     │   ├── ModelError            a model that is missing, not a causal LM, or not usable here
     │   ├── TokenizerMismatch     student and teacher do not share one tokenizer
     │   ├── DataError             prompts that are missing, empty, malformed or too long
-    │   ├── RemoteError           a server that answers with an error: names it and what was asked
-    │   │   └── ServerAway        one that does not answer, for longer than the patience
+    │   ├── RemoteError           a server that answers with an error: names the server and the request
+    │   │   └── ServerAway        a server that did not answer within the patience
     │   └── RunDirectoryError     a run directory that is missing, damaged or unreadable: names the place
     │       └── RunLocked         another live process writes there: names it
-    ├── TrainingError             non-finite loss, out of memory: names the place and the knob
+    ├── TrainingError             non-finite loss, out of memory: names the place and the setting to change
     ├── RanksLost                 another rank ended without an error message
     ├── DiskError                 the disk is full or failed: names the file; `opd resume` continues once there is space
     └── StoreError                the rollout log is damaged: names the file and the offset

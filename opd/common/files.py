@@ -22,6 +22,7 @@ import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -84,7 +85,7 @@ def sync(path: Path) -> None:
         os.close(handle)
 
 
-def write_whole(path: Path, content: str | bytes) -> None:
+def write_atomic(path: Path, content: str | bytes) -> None:
     """A reader sees the old content or all of the new content, even after a power cut.
 
     The temporary name is random and the file must be new, so an existing link is never followed.
@@ -105,7 +106,7 @@ def write_whole(path: Path, content: str | bytes) -> None:
 
 
 def partial_of(name: str) -> str | None:
-    """The file that a temporary name of `write_whole` belongs to. Names from earlier versions have no random part.
+    """The file that a temporary name of `write_atomic` belongs to. Names from earlier versions have no random part.
 
     >>> partial_of(".run.json.0123456789abcdef.partial"), partial_of(".run.json.partial"), partial_of("run.json")
     ('run.json', 'run.json', None)
@@ -132,7 +133,7 @@ def append_text(path: Path, text: str) -> None:
         if error.errno != errno.ELOOP:
             raise
         raise RunDirectoryError(
-            f"{path} is a symbolic link. A run writes only into files of its own: delete the link, then continue."
+            f"{path} is a symbolic link. A run writes only to its own files: delete the link, then continue."
         ) from None
     with os.fdopen(handle, "w", encoding="utf-8") as file:
         file.write(text)
@@ -160,7 +161,7 @@ def sealed(value: Mapping[str, Any]) -> str:
 
 
 def write_sealed(path: Path, value: Mapping[str, Any]) -> None:
-    write_whole(path, sealed(_finite(value)))
+    write_atomic(path, sealed(_finite(value)))
 
 
 def read_sealed(path: Path) -> dict[str, Any]:
@@ -294,11 +295,11 @@ def disk_errors(directory: Path, advice: Callable[[], str]) -> Iterator[None]:
         why = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
         if number in DISK:
             raise DiskError(
-                f"{place} could not be written: {why}. Nothing durable is lost. Make room, then {advice()}"
+                f"{place} could not be written: {why}. Nothing durable is lost. Free some space, then {advice()}"
             ) from error
         if number in DENIED and (place == directory or directory.absolute() in place.absolute().parents):
             raise RunDirectoryError(
-                f"{place} could not be read or written: {why}. Set its permissions right, then {advice()}"
+                f"{place} could not be read or written: {why}. Fix its permissions, then {advice()}"
             ) from error
         raise
 
@@ -335,3 +336,30 @@ def json_object(path: Path) -> dict[str, Any]:
         return dict(json.loads(data))
     except (ValueError, TypeError, RecursionError):
         raise RunDirectoryError(f"{path} was altered or cut off: it is not a JSON object.") from None
+
+
+# --- The version of opd: the release and a hash of the source, because the code changes between releases ---
+#
+# The hash is computed on demand without git, so a clone and an installed package with the same files have the same version.
+
+
+SHOWING = ("report", "diagnose", "cli.py", "__main__.py")  # rooms that no result depends on
+
+
+@cache
+def this_version() -> str:
+    """Such as `0.1.0+3f2a91c05be7`."""
+    from opd import __version__
+
+    return f"{__version__}+{source_hash(Path(__file__).parents[1])}"
+
+
+def source_hash(package: Path) -> str:
+    """Hash of the Python files that a run computes with."""
+    whole = hashlib.sha256()
+    for path in sorted(package.rglob("*.py"), key=lambda path: path.relative_to(package).as_posix()):
+        name = path.relative_to(package)
+        if name.parts[0] not in SHOWING:
+            content = hashlib.sha256(path.read_bytes()).hexdigest()
+            whole.update(f"{name.as_posix()} {content}\n".encode())
+    return whole.hexdigest()[:12]

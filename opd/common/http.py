@@ -5,8 +5,8 @@
     remote.bytes("POST", "/score", body, accept="application/octet-stream")   # an answer in bytes, and its headers
     remote.map([lambda: remote.json("GET", "/a"), …])                   # several at once, answers in order
 
-A server that is away, busy or being restarted is asked again, less and less often, until the patience runs out. Of several that
-serve the same, the one with the least to do is asked, and what one leaves unanswered goes to the others. The token comes
+Requests to a server that is unreachable, busy or restarting are retried with growing pauses, until the patience runs out. With
+several servers of the same models, a request goes to the least busy one, and unanswered requests go to the others. The token comes
 from an environment variable and is never written anywhere. httpx is imported when the first question is asked.
 """
 
@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 from urllib.parse import urlsplit
 
@@ -70,7 +71,7 @@ def address_of(text: str) -> str:
         not parts.hostname and "it names no host",
         (parts.username or parts.password) is not None and "it has a password: use `token_env` instead",
         bool(parts.query or parts.fragment) and "it has to end with a path",
-        bool(re.search(r"[\s\x00-\x1f]", text)) and "it holds blanks",
+        bool(re.search(r"[\s\x00-\x1f]", text)) and "it contains whitespace",
     ]
     for reason in filter(None, wrong):
         raise RecipeError(f"address {shown!r}: {reason}. Example: http://127.0.0.1:8200.")
@@ -119,16 +120,16 @@ class OneServer:
 
     address: str
     client: httpx.Client | None = None
-    load: int = 0  # of requests under way
+    load: int = 0  # of requests in progress
     done: int = 0  # of all requests
     away: bool = False
     again: float = 0.0  # when to try it again
     used: bool = False  # since it was last checked
-    refused: bool = False  # it came back with other models
+    rejected: bool = False  # it came back with other models
 
 
 class Remote:
-    """`patience`: seconds that a server may be away; `retries`: retries of a request that fails with status 500.
+    """`patience`: seconds to wait for an unreachable server; `retries`: retries of a request that fails with status 500.
 
     `say` gets a message when a wait begins and ends; `check` is called during waits and may raise to end them. With several
     addresses each gets `concurrency` requests at once.
@@ -151,7 +152,7 @@ class Remote:
         self._only: OneServer | None = None
         if importlib.util.find_spec("httpx") is None:
             raise RemoteError(
-                f"{self.address} is asked through httpx, which is not installed: pip install 'opd[remote]'."
+                f"requests to {self.address} need httpx, which is not installed: pip install 'opd[remote]'."
             )
         self._token = token_of(token_env, self.address)
         self._timeout, self._retries, self._patience = timeout, retries, patience
@@ -170,7 +171,9 @@ class Remote:
         try:
             return json.loads(found)
         except ValueError:
-            raise self._error(method, path, f"no JSON: {self._quoted(found)}", "Is it the right server?") from None
+            raise self._error(
+                method, path, f"something other than JSON: {self._quoted(found)}", "Is it the right server?"
+            ) from None
 
     def bytes(
         self, method: str, path: str, body: Any = None, accept: str = "application/octet-stream", load: int = 1
@@ -238,7 +241,7 @@ class Remote:
             self._only = None
 
     @property
-    def looked_at(self) -> OneServer | None:
+    def only_place(self) -> OneServer | None:
         """The only server that is asked now."""
         return self._only
 
@@ -261,12 +264,12 @@ class Remote:
         """The server that answered the last request of this thread."""
         return vars(self._here).get("place")
 
-    def take_back(self, check: Callable[[], None]) -> None:
+    def readmit(self, check: Callable[[], None]) -> None:
         """Check the servers that were away. A server that passes is used again."""
         if len(self.places) == 1 or self._only is not None:
             return
         for place in self.places:
-            if not place.away or place.refused or time.monotonic() < place.again:
+            if not place.away or place.rejected or time.monotonic() < place.again:
                 continue
             try:
                 with self.only(place):
@@ -274,15 +277,15 @@ class Remote:
             except ServerAway:
                 continue
             except (OpdError, ValueError) as error:
-                place.refused, place.used = True, False
-                self._say(f"{place.address} is back with other models, and is not used: {first_line(error)}")
+                place.rejected, place.used = True, False
+                self._say(f"{place.address} is back with other models and is no longer used: {first_line(error)}")
 
     def _pick(self, load: int) -> OneServer:
         """The server with the least work. If all are away, they are tried in turn."""
         with self._lock:
             place = self._only
             if place is None:
-                known = [place for place in self.places if not place.refused] or self.places
+                known = [place for place in self.places if not place.rejected] or self.places
                 here = [place for place in known if not place.away]
                 place = min(here or known, key=lambda place: (place.load, place.again if place.away else place.done))
             place.load, place.done = place.load + load, place.done + load
@@ -302,7 +305,7 @@ class Remote:
             try:
                 response = self._client(place).request(method, place.address + path, content=content, headers=headers)
             except httpx.InvalidURL as error:
-                raise RemoteError(f"{place.address} is no address: {first_line(error)}. Correct it.") from None
+                raise RemoteError(f"{place.address} is not a valid address: {first_line(error)}. Correct it.") from None
             except httpx.TransportError as error:
                 reason = first_line(error) or type(error).__name__
             else:
@@ -324,7 +327,7 @@ class Remote:
             if failures > self._retries:
                 raise self._error(method, path, reason, "The server fails to answer this request: see its log.")
             if waited >= self._patience or (self._only is not None and len(self.places) > 1):
-                advice = f"Asked again for {waited:.0f} s. Is it running? Raise the patience if it is slow."
+                advice = f"Retried for {waited:.0f} s. Is it running? Raise the patience if it is slow."
                 raise ServerAway(str(self._error(method, path, reason, advice)))
             self._wait_begins(reason)
             self._sleep(min(max(wait, later), max(self._patience - waited, FIRST)))
@@ -357,9 +360,9 @@ class Remote:
         with self._lock:
             first, place.away = not place.away, True
             place.again = time.monotonic() + LONGEST
-            others = not all(other.away or other.refused for other in self.places)
+            others = not all(other.away or other.rejected for other in self.places)
         if first and others:
-            self._say(f"{place.address} is away ({reason}); the others take its work")
+            self._say(f"{place.address} is unreachable ({reason}); using the others")
         return others and self._only is None
 
     def _wait_begins(self, reason: str) -> None:
@@ -397,9 +400,42 @@ class Remote:
 
 def _stop_after(errors: Sequence[BaseException]) -> None:
     if errors:
-        raise RemoteError("given up, since another request failed")
+        raise RemoteError("cancelled, because another request failed")
 
 
 def _retry_after(headers: Mapping[str, str]) -> float:
     found = headers.get("retry-after", "")
     return min(float(found), LONGEST) if found.isdigit() else 0.0
+
+
+# --- The Hugging Face hub: whether it answers, and what its client raises if it does not ---
+#
+# The client tries for half a minute per file before it says that there is no network. Asking once, briefly, says so at once.
+
+
+HUB_PATIENCE = 5.0  # seconds for one small answer
+
+
+def hub_errors(*others: type[Exception]) -> tuple[type[Exception], ...]:
+    """The errors that the client raises: its own are of the first two kinds; those of its HTTP library have another base class."""
+    from huggingface_hub.errors import HfHubHTTPError
+
+    return OSError, ValueError, HfHubHTTPError.__bases__[0], *others
+
+
+def hub_unreachable() -> str | None:
+    """Why the hub does not answer, or None if it does."""
+    from huggingface_hub import constants
+
+    return "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else _no_answer(constants.ENDPOINT)
+
+
+@cache
+def _no_answer(endpoint: str) -> str | None:
+    from huggingface_hub.utils import get_session
+
+    try:
+        get_session().head(endpoint, timeout=HUB_PATIENCE)
+    except hub_errors() as error:
+        return f"no answer from {endpoint}: {first_line(error)}"
+    return None

@@ -27,7 +27,7 @@ def write_message(value: Any) -> bytes:
 
 def read_message(message: bytes) -> Any:
     end = SIZE + int.from_bytes(message[:SIZE], "little")
-    return _back(json.loads(message[SIZE:end]), memoryview(message)[end:])
+    return _decoded(json.loads(message[SIZE:end]), memoryview(message)[end:])
 
 
 def _plain(value: Any, arrays: bytearray) -> Any:
@@ -38,11 +38,11 @@ def _plain(value: Any, arrays: bytearray) -> Any:
         return value
     if isinstance(value, list):
         return [_plain(item, arrays) for item in value]
-    name, inside = _taken_apart(value, arrays)
+    name, inside = _encoded(value, arrays)
     return {name: [_plain(item, arrays) for item in inside]}
 
 
-def _taken_apart(value: Any, arrays: bytearray) -> tuple[str, Iterable[Any]]:
+def _encoded(value: Any, arrays: bytearray) -> tuple[str, Iterable[Any]]:
     if isinstance(value, tuple):
         return "tuple", value
     if isinstance(value, Mapping):
@@ -57,17 +57,17 @@ def _taken_apart(value: Any, arrays: bytearray) -> tuple[str, Iterable[Any]]:
     return name, [getattr(value, field.name) for field in fields(value)]
 
 
-def _back(value: Any, arrays: memoryview) -> Any:
+def _decoded(value: Any, arrays: memoryview) -> Any:
     if isinstance(value, list):
-        return [_back(item, arrays) for item in value]
+        return [_decoded(item, arrays) for item in value]
     if not isinstance(value, dict):
         return value
     ((kind, inside),) = value.items()
     if kind == "tuple":
-        return tuple(_back(item, arrays) for item in inside)
+        return tuple(_decoded(item, arrays) for item in inside)
     if kind == "mapping":
-        return {_back(key, arrays): _back(item, arrays) for key, item in inside}
+        return {_decoded(key, arrays): _decoded(item, arrays) for key, item in inside}
     if kind == "array":
         dtype, shape, start, end = inside
         return np.frombuffer(bytes(arrays[start:end]), dtype=np.dtype(dtype)).reshape(shape).copy()
-    return RECORDS[kind](*(_back(item, arrays) for item in inside))
+    return RECORDS[kind](*(_decoded(item, arrays) for item in inside))

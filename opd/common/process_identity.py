@@ -31,12 +31,12 @@ def describe(directory: Path) -> str:
     """
     found = holder(directory)
     if found is None:
-        return "a process that has not named itself"
+        return "an unknown process"
     who = f"process {found.get('pid')} on {found.get('host')}, since {found.get('since')}"
     return f"a child of {who}, which has died" if _seen_from_here(found) and not _alive(found) else who
 
 
-def at_work(directory: Path) -> bool:
+def is_running(directory: Path) -> bool:
     """Whether a process is running a run. On this machine the lock tells, also from other containers. A process of another machine
     is assumed to be alive, because its locks may not be visible here."""
     found = holder(directory)
@@ -71,20 +71,20 @@ def _locked(path: Path) -> bool:
 
 def _this_kernel(found: Mapping[str, Any]) -> bool:
     """The boot of this machine, which all its containers share."""
-    mine = myself()
+    mine = this_process()
     return found.get("boot") == mine["boot"] and (mine["boot"] is not None or found.get("host") == mine["host"])
 
 
 def _seen_from_here(found: Mapping[str, Any]) -> bool:
     """The namespace of process ids. Only its processes can be looked up."""
-    return _this_kernel(found) and found.get("namespace") == myself()["namespace"]
+    return _this_kernel(found) and found.get("namespace") == this_process()["namespace"]
 
 
 def _alive(found: Mapping[str, Any]) -> bool:
     return _seen_from_here(found) and _started(found.get("pid")) == found.get("started")
 
 
-def myself() -> dict[str, Any]:
+def this_process() -> dict[str, Any]:
     """Start time in clock ticks since boot. With the boot it tells two processes with one pid apart."""
     return {
         "pid": os.getpid(), "host": socket.gethostname(), "since": time.strftime("%Y-%m-%d %H:%M:%S"),

@@ -1,4 +1,4 @@
-"""The short forms of a recipe: what it may leave out or write shorter. One table for all of them.
+"""The short forms of a recipe: what it may omit or abbreviate. One table for all of them.
 
 A form marks the field that it is for, so pydantic reads it and the JSON schema has it. Overrides, the paths of a recipe and
 stages find the same mark (`opd.recipe.places`). A new short form is a row of `SHORT_FORMS`, or of `TEXTS` for a family.
@@ -22,11 +22,11 @@ class ShortForm:
     field: str | None = None  # the recipe's name of the marked field, if it differs
 
     def long(self, value: Any) -> Any:
-        """What a value is short for. A value that is not short stays as it is."""
+        """What a value is short for. Other values are returned unchanged."""
         raise NotImplementedError
 
     def options(self, node: Schema) -> list[Schema]:
-        """What may stand in place of the long form, whose schema `node` is."""
+        """Schemas that are accepted instead of the long form, whose schema is `node`."""
         raise NotImplementedError
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
@@ -38,7 +38,7 @@ class ShortForm:
 
 
 class OneOrMany(ShortForm):
-    """The only entry of a list may stand without brackets."""
+    """A list with one entry may be written without brackets."""
 
     def __init__(self, field: str | None = None) -> None:
         self.field = field
@@ -51,9 +51,9 @@ class OneOrMany(ShortForm):
 
 
 class Short(ShortForm):
-    """The value of one key may stand for a mapping: `coefficient: 0.5` for `{value: 0.5}`.
+    """A mapping may be written as the value of one of its keys: `coefficient: 0.5` for `{value: 0.5}`.
 
-    `keeps`: laid over a mapping, the value replaces that key, and the other keys stay.
+    `keeps`: as an override of a mapping, the value replaces that key, and the other keys stay.
     `pattern`: only a text that matches is short. `rest`: further keys of the long form.
     """
 
@@ -104,23 +104,23 @@ class ByDomain(ShortForm):
         return [*some, alone, by_domain]
 
     def ways(self, model: type[BaseModel]) -> tuple[Any, ...]:
-        """Annotations of what may stand in place of the model: the rewards of every domain, and rewards by domain."""
+        """Annotations of what is accepted instead of the model: the rewards of every domain, and rewards by domain."""
         by_domain = model.model_fields[self.key].annotation
         return (cast(Any, by_domain).__args__[1], by_domain)
 
 
 def _flat(options: list[Schema]) -> list[Schema]:
-    """The options of options, without the notes around them."""
+    """Flatten nested options, without their annotations."""
     return [item for option in options for item in (_flat(option["anyOf"]) if "anyOf" in option else [option])]
 
 
-# The table. A key is the place in a recipe; NAME and DOMAIN stand for keys of the user's own.
+# The table. A key is the place in a recipe; NAME and DOMAIN are keys that the user chooses.
 
 
 SHORT_FORMS: dict[str, ShortForm] = {
     "plugins": OneOrMany(),
     "student": Short("model", str, keeps=True),
-    "teachers": Short("teacher", str, keeps=True),  # a teacher alone is called `teacher`
+    "teachers": Short("teacher", str, keeps=True),  # a single teacher is called `teacher`
     "teachers.NAME.address": OneOrMany(),
     "teachers.NAME.weights.NAME": Short("value", int, float),
     "teachers.NAME.by": Short("value", int, float),

@@ -35,7 +35,7 @@ import numpy as np
 
 from opd.common.errors import DataError
 from opd.common.files import is_directory, is_file
-from opd.common.hub import errors, unreachable
+from opd.common.http import hub_errors, hub_unreachable
 from opd.common.text import first_line
 from opd.records import Prompt
 
@@ -91,7 +91,9 @@ class TextRows:
             return self._parse(self._unpacked[start:end])
         data = os.pread(self._handle, end - start, start)
         if _facts(self._handle) != self._facts:
-            raise DataError(f"prompts {str(self.files[0])!r}: the file was changed while it was in use. Start again.")
+            raise DataError(
+                f"prompts {str(self.files[0])!r}: the file was changed while it was in use. Restart the run."
+            )
         return self._parse(data)
 
     def each(self) -> Iterator[Row | BadRow]:
@@ -135,7 +137,7 @@ class TableRows:
         self.files, self._table, self.fingerprint = files, table, fingerprint
         names = table.column_names
         if len(set(names)) < len(names):
-            raise DataError(f"prompts {_names(files)}: a column name comes twice: {', '.join(names)}.")
+            raise DataError(f"prompts {_names(files)}: duplicate column name: {', '.join(names)}.")
 
     def __len__(self) -> int:
         return int(self._table.num_rows)
@@ -323,7 +325,7 @@ def _require_rows(file: BinaryIO) -> None:
         return  # one row per line; a bad row is reported when it is read
     inner = [key for key, value in first.items() if isinstance(value, list) and value and isinstance(value[0], dict)]
     if inner and not {*ASKED} & first.keys():
-        raise BadRow(f"one object, with rows under {inner[0]!r}; save that list alone, or one row a line")
+        raise BadRow(f"one object, with rows under {inner[0]!r}; save that list alone, or one row per line")
 
 
 def _csv(path: Path, usual: str) -> TextRows:
@@ -362,7 +364,7 @@ def _csv(path: Path, usual: str) -> TextRows:
         header = csv_cells(file.read(bounds[1] - bounds[0]), delimiter)
         named = [name for name in header if name]
         if len(set(named)) < len(named):
-            raise BadRow(f"a column name comes twice in the header: {', '.join(header)}")
+            raise BadRow(f"duplicate column name in the header: {', '.join(header)}")
         keep = [index for index in range(1, len(numbers)) if _filled(file, bounds, index)]
     parse = partial(csv_row, delimiter=delimiter, header=header)
     return TextRows(
@@ -523,10 +525,10 @@ def _saved(path: Path, split: str) -> Rows:
 def open_hub(name: str, split: str) -> Rows:
     datasets = _datasets(name)
     try:
-        if not _cached(datasets, name) and (why := unreachable()) is not None:
+        if not _cached(datasets, name) and (why := hub_unreachable()) is not None:
             raise ConnectionError(why)
         loaded = datasets.load_dataset(name, split=split)
-    except errors(KeyError, RuntimeError) as error:
+    except hub_errors(KeyError, RuntimeError) as error:
         raise DataError(
             f"prompts {name!r}: not a task, a file ({', '.join(READERS)}), a folder, or a dataset that could be loaded "
             f"({first_line(error)}). Check the spelling."
@@ -634,12 +636,12 @@ def _depth(value: Any) -> int:
     return deepest
 
 
-def _no_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
         names = [name for name, _ in pairs]
         twice = next(name for name in names if names.count(name) > 1)
-        raise BadRow(f"the key {twice!r} comes twice")
+        raise BadRow(f"duplicate key {twice!r}")
     return found
 
 
@@ -654,7 +656,7 @@ def _finite(text: str) -> float:
     return value
 
 
-_DECODER = json.JSONDecoder(object_pairs_hook=_no_twice, parse_constant=_no_constant, parse_float=_finite)
+_DECODER = json.JSONDecoder(object_pairs_hook=_no_duplicates, parse_constant=_no_constant, parse_float=_finite)
 
 
 def csv_cells(data: bytes, delimiter: str) -> list[str]:
@@ -678,12 +680,13 @@ def csv_row(data: bytes, delimiter: str, header: Sequence[str]) -> Mapping[str, 
 # ShareGPT    `conversations` or `messages`: a list of {from, value}
 # Alpaca      `instruction`, `input`, `output`, and optionally `history`
 # verl        `prompt`, and the answer in `reward_model.ground_truth`; `data_source` is the domain
+# TRL         `chosen` and `rejected`: texts, or conversations that end with the answer
 #
 # >>> as_ours({"instruction": "Add.", "input": "2+2", "output": "4"}, None)["prompt"]
 # [{'role': 'user', 'content': 'Add.\n\n2+2'}]
 
 
-ASKED = ("prompt", "messages", "conversations", "instruction")  # columns that hold the question
+ASKED = ("prompt", "messages", "conversations", "instruction", "chosen")  # columns that hold the question
 SPEAKERS = {  # ShareGPT's speaker -> role in chat templates
     **dict.fromkeys(("human", "user"), "user"),
     **dict.fromkeys(("gpt", "chatgpt", "assistant", "bot", "model"), "assistant"),
@@ -700,6 +703,8 @@ def as_ours(row: Mapping[str, Any], domain: str | None) -> Mapping[str, Any]:
             row = {**rest, "messages": row["conversations"]}
         elif row.get("instruction") is not None and {"input", "output"} & row.keys():
             row = {**row, **_alpaca(row)}
+    if row.get("chosen") is not None and row.get("rejected") is not None:
+        row = {**row, **_pair(row)}
     reward = row.get("reward_model")
     return {**row, **_verl(row, reward, domain)} if isinstance(reward, Mapping) else row
 
@@ -729,6 +734,37 @@ def _alpaca(row: Mapping[str, Any]) -> dict[str, Any]:
     asked = f"{instruction}\n\n{more}" if more and more.strip() else instruction
     completion = row.get("completion") if row.get("completion") is not None else row.get("output")
     return {"prompt": [*earlier, {"role": "user", "content": asked}], "completion": completion}
+
+
+def _pair(row: Mapping[str, Any]) -> dict[str, Any]:
+    """A preferred and a rejected answer as texts, and their prompt. The preferred one is the completion, unless there is one."""
+    answers = {column: _last_answer(row[column], column) for column in ("chosen", "rejected")}
+    before = [earlier for _, earlier in answers.values() if earlier]
+    if len(before) == 2 and before[0] != before[1]:
+        raise BadRow("`chosen` and `rejected` answer different prompts; give both the same messages before the answer")
+    found: dict[str, Any] = {column: text for column, (text, _) in answers.items()}
+    if row.get("completion") is None:
+        found["completion"] = found["chosen"]
+    if before and row.get("prompt") is None and row.get("messages") is None:
+        found["prompt"] = before[0]
+    elif (
+        before
+        and isinstance(row.get("prompt"), str)
+        and row["prompt"].strip() != str(before[0][-1].get("content")).strip()
+    ):
+        raise BadRow("`chosen` answers another question than `prompt`; drop one of them")
+    return found
+
+
+def _last_answer(value: Any, column: str) -> tuple[str, list[Any]]:
+    """The answer, and the messages before it, of a text or a conversation."""
+    if isinstance(value, str):
+        return value, []
+    messages = [as_message(message) for message in value] if isinstance(value, list) else []
+    last = messages[-1] if messages and all(isinstance(message, Mapping) for message in messages) else {}
+    if last.get("role") != "assistant" or not isinstance(last.get("content"), str):
+        raise BadRow(f"`{column}` must be text, or messages that end with the assistant's, got {str(value)[:80]!r}")
+    return last["content"], messages[:-1]
 
 
 def _history(turns: Any) -> Sequence[Any]:
@@ -764,7 +800,7 @@ def jsonl(rows: Any, what: str = "prompts") -> str:
         raise DataError(f"{what}: expected a list of rows, got {type(rows).__name__}. Give [{{'prompt': …}}, …].")
     lines = [_line(row, f"{what}, row {number}") for number, row in enumerate(rows, 1)]
     if not lines:
-        raise DataError(f"{what}: there are no rows in it.")
+        raise DataError(f"{what}: it has no rows.")
     return "".join(lines)
 
 
@@ -781,7 +817,7 @@ def by_domain(prompts: Any) -> Iterator[tuple[str | None, str]]:
                 f"prompts: a dataset with splits ({', '.join(prompts)}). Give one of them: prompts=dataset['train']."
             )
     if not prompts:
-        raise DataError("prompts: there are no rows in it.")
+        raise DataError("prompts: they have no rows.")
     for domain, rows in prompts.items():
         if not isinstance(domain, str) or not domain:
             raise DataError(f"prompts: domains are words, got {domain!r}. Give {{'maths': [{{'prompt': …}}, …]}}.")

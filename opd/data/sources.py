@@ -15,10 +15,11 @@ from abc import abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import groupby, islice
 from operator import itemgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Protocol
 
 import numpy as np
 from pydantic import Field, GetJsonSchemaHandler, PrivateAttr, ValidationError, field_validator
@@ -27,8 +28,16 @@ from pydantic_core import CoreSchema
 from opd.common.errors import DataError, RunDirectoryError
 from opd.common.files import cache_directory, content_hash, read_sealed, write_sealed
 from opd.common.text import plain
-from opd.data.prompts import CHECKABLE, DOMAIN, renamed, route_value, row_prompt
-from opd.data.render import RESERVED_KWARGS, render_prompts
+from opd.data.prompts import (
+    CHECKABLE,
+    DOMAIN,
+    RESERVED_KWARGS,
+    plain_prompt,
+    renamed,
+    render_prompts,
+    route_value,
+    row_prompt,
+)
 from opd.data.rows import (
     ASKED,
     BadRow,
@@ -54,7 +63,7 @@ if TYPE_CHECKING:
 Split = Literal["all", "heldout", "train"]
 BadRows = Literal["stop", "skip"]
 Wanted = Callable[[Prompt], bool]
-Told = Callable[[str, int, int], None]  # progress callback: name of a source, rows done, total rows
+OnProgress = Callable[[str, int, int], None]  # progress callback: name of a source, rows done, total rows
 PREFIX = re.compile(r"[A-Za-z_][\w-]*:")
 
 
@@ -101,7 +110,8 @@ class Opening:
     bad_rows: BadRows = "stop"
     rewarded: bool = False  # rewards need no answer, so rows without an answer can be used for evaluation too
     route: str = DOMAIN  # the column that names the teacher; every training row needs it
-    told: Told = silent
+    on_progress: OnProgress = silent
+    opened: Callable[[Prompt], Prompt] | None = None  # adds the first messages of an environment to a prompt
 
 
 class PromptSource(Choice):
@@ -115,6 +125,9 @@ class PromptSource(Choice):
     domain: Word | None = Field(None, description="default: the row's own `domain` column, else the source's name")
     share: float = Field(1.0, ge=1e-6, le=1e6, description="relative share of the prompts of a step")
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    environment: Annotated[Any, Family("environment")] | None = Field(
+        None, description="what answers between the student's turns, for these prompts; default: rollout.environment"
+    )
 
     _older: bool = PrivateAttr(default=False)
 
@@ -142,6 +155,11 @@ class PromptSource(Choice):
     def inside(self, directory: Path) -> PromptSource:
         """This source inside a run directory, which contains the earlier stages."""
         return self
+
+    @property
+    def gives_plain_text(self) -> bool:
+        """Whether its prompts are plain text, which is trained on as it is."""
+        return False
 
     @property
     def only_domain(self) -> str | None:
@@ -246,7 +264,8 @@ PROGRESS = 5000  # rows between progress reports
 PROBE = 256  # prompts sampled from an endless source
 SLACK = 1.25  # room for later prompts of an endless source, relative to the longest probed one
 BATCH = 512
-FORMAT = 2  # of the cache; increase it when lengths are counted differently
+FORMAT = 3  # of the cache; increase it when lengths are counted differently
+NEEDED_BY = {"completion": "rollout.data_share", "rejected": "the writer `rejected`"}  # columns with answers
 
 
 @dataclass(frozen=True)
@@ -272,9 +291,9 @@ class Scan:
     tokenizer: Any
     limit: int  # maximum tokens per prompt
     why: str  # reason for the limit
-    completions: bool = False  # whether every row needs a completion
+    columns: tuple[str, ...] = ()  # with answers that every row needs: completion, rejected
     bad_rows: BadRows = "stop"
-    told: Told = silent
+    on_progress: OnProgress = silent
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -294,13 +313,23 @@ def scan(
     *,
     limit: int,
     why: str,
-    completions: bool = False,
+    columns: tuple[str, ...] = (),
     bad_rows: BadRows = "stop",
-    told: Told = silent,
+    on_progress: OnProgress = silent,
 ) -> Scanned:
-    """`limit`: maximum tokens per prompt, for the reason `why`. `completions`: every row needs a completion."""
+    """`limit`: maximum tokens per prompt, for the reason `why`. `columns`: with answers that every row needs."""
     found = [
-        source.scan(Scan(tokenizer, limit, why, completions, bad_rows, told, spec.chat_template_kwargs))
+        source.scan(
+            Scan(
+                tokenizer,
+                limit,
+                why,
+                () if spec.gives_plain_text else columns,
+                bad_rows,
+                on_progress,
+                spec.chat_template_kwargs,
+            )
+        )
         for source, spec in zip(sources, specs, strict=True)
     ]
     return Scanned(
@@ -318,7 +347,7 @@ def scan_rows(source: RowSource, scan: Scan) -> ScannedSource:
     bad = _unusable(source, lengths, reasons, scan)
     skipped = int(bad.sum())
     if skipped and (scan.bad_rows == "stop" or skipped == len(bad)):
-        raise refusal(source.name, skipped, len(bad), list(reasons.values())[:SHOWN])
+        raise bad_rows_error(source.name, skipped, len(bad), list(reasons.values())[:SHOWN])
     first = "; ".join(list(reasons.values())[:SHOWN] or source.facts.reasons)
     left_out = [f"prompts {source.name}: {skipped:,} of {len(bad):,} rows are skipped ({first})"] if skipped else []
     return ScannedSource(lengths[~bad], bad, "; ".join([*left_out, *source.remarks]))
@@ -326,7 +355,12 @@ def scan_rows(source: RowSource, scan: Scan) -> ScannedSource:
 
 def scan_endless(source: Source, scan: Scan) -> ScannedSource:
     """Measure the first prompts, as a sample of the rest."""
-    prompts = [source.train(index) for index in range(PROBE)]
+    prompts = [source.train(index) for index in range(PROBE if source.size is None else source.size)]
+    for column in scan.columns:
+        if not prompts[0].plain and not prompts[0].fields.get(column):
+            raise DataError(
+                f"prompts {source.name!r}: they have no `{column}`, which {NEEDED_BY[column]} needs. Use rows that have it."
+            )
     found = render_prompts(prompts, scan.tokenizer, scan.template_kwargs, whole=True)
     for ids in found:
         if isinstance(ids, DataError):
@@ -334,13 +368,13 @@ def scan_endless(source: Source, scan: Scan) -> ScannedSource:
     lengths = np.asarray([len(ids) for ids in found if not isinstance(ids, DataError)])
     if lengths.min() > scan.limit:
         raise DataError(
-            f"prompts {source.name!r}: the shortest of {PROBE} prompts has {lengths.min():,} tokens, and at most "
+            f"prompts {source.name!r}: the shortest of {len(prompts)} prompts has {lengths.min():,} tokens, and at most "
             f"{max(scan.limit, 0):,} fit ({scan.why})."
         )
-    return ScannedSource(lengths[lengths <= scan.limit])
+    return ScannedSource(lengths[lengths <= scan.limit], None if source.size is None else lengths > scan.limit)
 
 
-def refusal(name: str, bad: int, count: int, reasons: Sequence[str]) -> DataError:
+def bad_rows_error(name: str, bad: int, count: int, reasons: Sequence[str]) -> DataError:
     """Error that lists the first few bad rows with line and reason, and gives their total."""
     more = [f"… and {bad - len(reasons):,} more"] if bad > len(reasons) else []
     remedy = "" if bad == count else " Fix them, or leave them out: `data: {bad_rows: skip}`."
@@ -365,10 +399,10 @@ def _unusable(source: RowSource, lengths: np.ndarray, reasons: dict[int, str], s
             f"({scan.why})"
         )
     bad |= lengths > limit
-    if scan.completions:
-        missing = ~source.complete & ~bad
+    for column in scan.columns:
+        missing = ~source.answered(column) & ~bad
         for index in np.flatnonzero(missing)[:SHOWN]:
-            reasons[int(index)] = f"{source.place(int(index))}: no `completion`, which rollout.data_share needs"
+            reasons[int(index)] = f"{source.place(int(index))}: no `{column}`, which {NEEDED_BY[column]} needs"
         bad |= missing
     return bad
 
@@ -392,7 +426,7 @@ def row_lengths(source: RowSource, scan: Scan) -> tuple[np.ndarray, dict[int, st
                 reasons[index] = f"{source.place(index)}: {ids}"
         done += len(batch)
         if done % PROGRESS < BATCH:
-            scan.told(source.name, done, len(lengths))
+            scan.on_progress(source.name, done, len(lengths))
     if place is not None:
         _remember(place, lengths, reasons)
     return lengths, reasons
@@ -405,13 +439,13 @@ def _cache_file(source: RowSource, tokenizer: Any) -> Path | None:
     """A file named by a hash of everything that lengths depend on; None if that cannot be determined."""
     from transformers import PreTrainedTokenizerFast
 
-    if not isinstance(tokenizer, PreTrainedTokenizerFast) or prints_the_date(tokenizer):
+    if not isinstance(tokenizer, PreTrainedTokenizerFast) or prints_the_date(tokenizer) or source.opened is not None:
         return None
     fingerprint, files = source.contents
     facts = [
         FORMAT,
         [fingerprint, *(content_hash(path) for path in files)],
-        source.spec.model_dump(mode="json", exclude={"share"}),
+        source.spec.model_dump(mode="json", exclude={"share", "environment"}),
         source.size,
         source.selected,
         source.spec.older,
@@ -459,12 +493,12 @@ KEY = b"opd held-out questions"  # of the hash; changing it would change which r
 def question_key(prompt: Prompt) -> int:
     """64-bit hash of a prompt's question: its text, or the roles and texts of its messages except system messages."""
     messages = [{"role": "user", "content": prompt.text or ""}] if prompt.messages is None else list(prompt.messages)
-    asked = [_said(message) for message in messages if message["role"] != "system"]
-    canonical = ENCODER.encode(asked or [_said(message) for message in messages])
+    asked = [_spoken(message) for message in messages if message["role"] != "system"]
+    canonical = ENCODER.encode(asked or [_spoken(message) for message in messages])
     return int.from_bytes(hashlib.blake2b(canonical.encode(), digest_size=8, key=KEY).digest(), "big")
 
 
-def _said(message: Message) -> list[object]:
+def _spoken(message: Message) -> list[object]:
     content, calls = message["content"], message.get("tool_calls")
     return [message["role"], " ".join(content.split()) if content else "", *([calls] if calls else [])]
 
@@ -526,9 +560,17 @@ class RowPrompts(PromptSource):
         description="rows to evaluate on: a tenth of every domain's questions, chosen by a hash; or the last tenth of the rows",
     )
 
+    plain_text: bool = Field(
+        False, description="rows are plain text (`text`): every token is trained on as data, and there is no question"
+    )
+
     @abstractmethod
     def rows(self) -> Rows | list[Mapping[str, Any]]:
         raise NotImplementedError
+
+    @property
+    def gives_plain_text(self) -> bool:
+        return self.plain_text
 
     def held_out_rows(self) -> Rows | list[Mapping[str, Any]] | None:
         """Rows to evaluate on. None: part of `rows`, chosen by `held_out`."""
@@ -544,6 +586,9 @@ class RowPrompts(PromptSource):
     def prompt(self, row: Row, identity: str, domain: str) -> Prompt:
         """The prompt of a row; `BadRow` if it has none. `domain`: the default if neither row nor settings name one."""
         ours = renamed(row, self.columns)
+        if self.plain_text:
+            own = ours.get("domain")
+            return plain_prompt(ours.get("text"), identity, self.domain or (own if isinstance(own, str) else domain))
         return row_prompt(ours if self.older else as_ours(ours, self.domain), identity, self.domain or domain)
 
     def fingerprint(self) -> str | None:
@@ -569,7 +614,7 @@ class StoredPrompts(RowPrompts):
     split: Word = Field("train", description="split of a folder or a Hugging Face dataset")
     eval_source: Address | None = Field(None, description="held-out prompts; default: some of the rows")
 
-    def refuse(self, view: StageView) -> Iterable[str]:
+    def check(self, view: StageView) -> Iterable[str]:
         if self.eval_source is not None and self.held_out != "questions":
             yield (
                 f"source {self.source!r}: held_out {self.held_out} chooses among its rows, and eval_source names other rows. "
@@ -625,10 +670,13 @@ def as_rows(rows: Rows | list[Mapping[str, Any]]) -> Rows:
 
 
 class RowFacts:
-    """Facts about each row from one pass: whether it is usable, its question and domain, and whether it has a completion."""
+    """Facts about each row from one pass: whether it is usable, its question and domain, and which answers it has."""
 
-    def __init__(self, rows: Rows, count: int, spec: RowPrompts, name: str, told: Told, route: str = DOMAIN) -> None:
-        self.usable, self.complete = np.zeros(count, dtype=bool), np.zeros(count, dtype=bool)
+    def __init__(
+        self, rows: Rows, count: int, spec: RowPrompts, name: str, on_progress: OnProgress, route: str = DOMAIN
+    ) -> None:
+        self.usable = np.zeros(count, dtype=bool)
+        self.answered = {column: np.zeros(count, dtype=bool) for column in NEEDED_BY}
         self.keys = np.zeros(count, dtype=np.uint64)  # of the questions
         self.kinds = np.full(count, -1, dtype=np.int32)  # values of `found`; -1: the row is unusable
         self.found: dict[tuple[str, bool, str], int] = {}  # (domain, has a verifier, value of the route's column)
@@ -637,7 +685,7 @@ class RowFacts:
         unseen, columns, domain = set(spec.columns.values()), dict[str, None](), spec.default_domain()
         for index, row in zip(range(count), rows.each(), strict=False):
             if index % PROGRESS == 0:
-                told(name, index, count)
+                on_progress(name, index, count)
             try:
                 if isinstance(row, BadRow):
                     raise row
@@ -652,7 +700,7 @@ class RowFacts:
                 f"prompts {name!r}: columns: there is no column {min(unseen)!r}; there are "
                 f"{', '.join(map(str, columns))}."
             )
-        if not self.usable.any() and columns and not {*ASKED} & {*columns, *spec.columns}:
+        if not spec.plain_text and not self.usable.any() and columns and not {*ASKED} & {*columns, *spec.columns}:
             raise DataError(
                 f"prompts {name!r}: no `prompt` column; it has {', '.join(map(str, columns))}. {_name_the_prompt(name, columns)}"
             )
@@ -667,7 +715,8 @@ class RowFacts:
         self.kinds[index] = self.found.setdefault(kind, len(self.found))
         self.keys[index] = question_key(prompt)
         self.usable[index] = True
-        self.complete[index] = bool(prompt.fields.get("completion"))
+        for column, answered in self.answered.items():
+            answered[index] = bool(prompt.fields.get(column))
         self.checkable = self.checkable or any(key in prompt.fields for key in CHECKABLE)
 
     @property
@@ -724,6 +773,7 @@ class RowSource:
         elif (self.facts.checkable or opening.rewarded) and count > 1:
             self._hold_out(count)
             self.size = len(self._train)
+        self.opened = opening.opened
         self.contents = (self._rows.fingerprint, list(dict.fromkeys([*self._rows.files, *self._held.files])))
 
     def _hold_out(self, count: int) -> None:
@@ -745,13 +795,12 @@ class RowSource:
         if twice:
             self.remarks.append(
                 f"WARNING: prompts {plain(self.name)}: {twice:,} of {len(rows):,} prompts of "
-                f"{plain(self.spec.held_out_name)} are trained on as well, so their scores say little. Remove them from either"
+                f"{plain(self.spec.held_out_name)} are also trained on, so their scores mean little. Remove them from either"
             )
 
-    @property
-    def complete(self) -> np.ndarray:
-        """(rows,) bool: training rows with a completion."""
-        return self.facts.complete[self._train]
+    def answered(self, column: str) -> np.ndarray:
+        """(rows,) bool: training rows with an answer in this column."""
+        return self.facts.answered[column][self._train]
 
     @property
     def selected(self) -> str | None:
@@ -780,8 +829,8 @@ class RowSource:
                 "name held-out rows there: `eval_source`."
             )
         self.remarks.append(
-            f"prompts {plain(self.name)}: {int(twice.sum()):,} rows are not trained on, since another source holds out "
-            "what they ask"
+            f"prompts {plain(self.name)}: {int(twice.sum()):,} rows are not trained on, because another source holds out "
+            "the same questions"
         )
 
     @property
@@ -853,7 +902,8 @@ class RowSource:
 
     def _prompt(self, rows: Rows, index: int, where: str) -> Prompt:
         try:
-            return self.spec.prompt(rows[index], f"{self._label}/{where}", self._domain)
+            prompt = self.spec.prompt(rows[index], f"{self._label}/{where}", self._domain)
+            return prompt if self.opened is None else self.opened(prompt)
         except BadRow as bad:
             raise DataError(f"prompts {self.name!r}, {rows.place(index)}: {bad}.") from None
 
@@ -875,11 +925,11 @@ def _checked(rows: Rows, count: int, spec: RowPrompts, name: str, opening: Openi
         header = (
             " below its first line, which names the columns. If that line is a row, add a header such as prompt,answer"
         )
-        raise DataError(f"prompts {name!r}: there are no rows in it{header if _is_table(name) else ''}.")
-    facts = RowFacts(rows, count, spec, name, opening.told, opening.route)
+        raise DataError(f"prompts {name!r}: it has no rows{header if _is_table(name) else ''}.")
+    facts = RowFacts(rows, count, spec, name, opening.on_progress, opening.route)
     bad = count - int(facts.usable.sum())
     if bad and (opening.bad_rows == "stop" or bad == count):
-        raise refusal(name, bad, count, facts.reasons)
+        raise bad_rows_error(name, bad, count, facts.reasons)
     return facts
 
 
@@ -913,12 +963,13 @@ def open_sources(
     bad_rows: BadRows = "stop",
     rewarded: bool = False,
     route: str = DOMAIN,
-    told: Told = silent,
+    on_progress: OnProgress = silent,
+    environment: Any = None,
 ) -> list[Source]:
     """Open all sources of a recipe and check every row.
 
     `rewarded`: rewards need no answer, so rows without an answer can be used for evaluation too. `route`: the column
-    that names the teacher of a row. If a source is listed twice, for example with other options, the ids of the second
+    that names the teacher of a row. `environment`: for prompts whose source names none. If a source is listed twice, for example with other options, the ids of the second
     begin with `task:sort#2/…`.
     """
     sources: list[Source] = []
@@ -926,15 +977,22 @@ def open_sources(
     for number, spec in enumerate(specs):
         if any(spec == earlier.model_copy(update={"share": spec.share}) for earlier in specs[:number]):
             raise DataError(
-                f"prompts: {spec.source!r} comes twice with the same settings. List it once, with the `share` of both."
+                f"prompts: {spec.source!r} is listed twice with the same settings. List it once, with the sum of both shares."
             )
         labels.append(spec.label)
         again = labels.count(spec.label)
         label = f"{spec.label}#{again}" if again > 1 else spec.label
-        sources.append(spec.open(Opening(label, bad_rows, rewarded, route, told)))
+        opened = opened_by(spec, environment)
+        sources.append(spec.open(Opening(label, bad_rows, rewarded, route, on_progress, opened)))
     for source in sources:
         source.keep_apart(sources)
     return sources
+
+
+def opened_by(spec: PromptSource, environment: Any = None) -> Callable[[Prompt], Prompt] | None:
+    """Adds the first messages of the source's environment, or of `environment`, to a prompt. None: there is no environment."""
+    played = spec.environment or environment
+    return None if played is None else partial(played.opened, template_kwargs=spec.chat_template_kwargs)
 
 
 def routed(sources: Sequence[Source], column: str) -> dict[tuple[str, str], str]:

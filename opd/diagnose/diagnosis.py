@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from opd.diagnose.measures import Answering, PairMeasures
+from opd.diagnose.measures import AnswerStatistics, PairMeasures
 from opd.diagnose.measuring import Bench, DomainAnswers, Stopwatch, measure_pair, open_bench
 from opd.diagnose.rules import Advice, Case, Decision, Recommendation, decide, ranked, recommend
 from opd.recipe import Stage
@@ -29,7 +29,7 @@ class Diagnosis:
 
     student: str
     models: dict[str, str]  # teacher -> model
-    students: dict[str, Answering]  # by domain
+    students: dict[str, AnswerStatistics]  # by domain
     pairs: list[PairMeasures]
     decisions: dict[tuple[str, str], Decision]  # (domain, teacher)
     advice: list[Advice]
@@ -94,7 +94,7 @@ def diagnose(
 def _diagnosed(
     bench: Bench, spec: Stage, samples: int, target: float | None, given: bool, say: Callable[[str], None]
 ) -> Diagnosis:
-    clock, pairs, students = Stopwatch(), list[PairMeasures](), dict[str, Answering]()
+    clock, pairs, students = Stopwatch(), list[PairMeasures](), dict[str, AnswerStatistics]()
     for domain, asked in bench.domains.items():
         own = DomainAnswers(bench, domain, asked, samples)
         say(f"{domain}: {len(asked)} prompts, {len(asked) * samples} answers of the student")
@@ -119,12 +119,12 @@ def _diagnosed(
     )
 
 
-def _answered(students: dict[str, Answering], pairs: Sequence[PairMeasures]) -> list[Answering]:
+def _answered(students: dict[str, AnswerStatistics], pairs: Sequence[PairMeasures]) -> list[AnswerStatistics]:
     return [*students.values(), *(pair.answers for pair in pairs if pair.answers is not None)]
 
 
 def _decisions(
-    students: dict[str, Answering], pairs: Sequence[PairMeasures], target: float | None
+    students: dict[str, AnswerStatistics], pairs: Sequence[PairMeasures], target: float | None
 ) -> dict[tuple[str, str], Decision]:
     rivals = {domain: sum(pair.domain == domain for pair in pairs) - 1 for domain in students}
     return {

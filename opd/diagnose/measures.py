@@ -47,14 +47,14 @@ class Stretch(NamedTuple):
     auroc: float | None  # of the mean advantage here: right answers of a prompt against wrong ones
 
 
-class HereAgainst(NamedTuple):
+class HereAndElsewhere(NamedTuple):
     """A value at some tokens, compared with all others."""
 
     here: float | None
     elsewhere: float | None
 
 
-NOWHERE = HereAgainst(None, None)
+NO_CONTRAST = HereAndElsewhere(None, None)
 
 
 class Form(NamedTuple):
@@ -66,7 +66,7 @@ class Form(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Answering:
+class AnswerStatistics:
     """How a model answers the prompts of a domain, drawn at temperature 1."""
 
     prompts: int
@@ -114,7 +114,7 @@ class PairMeasures:
     stop_ids: tuple[tuple[int, ...], tuple[int, ...]] | None = None  # of student and teacher
     origin: float | None = None  # cosine between weights
     memory: int | None = None
-    answers: Answering | None = None  # of the teacher
+    answers: AnswerStatistics | None = None  # of the teacher
     gap: float | None = None
     gap_stderr: float | None = None
     auroc: float | None = None  # within prompts, of the mean log-ratio: right answers against wrong ones
@@ -128,8 +128,8 @@ class PairMeasures:
     teacher_entropy: float | None = None
     form: Form | None = None
     stretches: tuple[Stretch, ...] = ()
-    forks: HereAgainst = NOWHERE  # advantage where the student hesitates
-    errors: HereAgainst = NOWHERE  # surprise after the worst token of wrong answers, and before it
+    forks: HereAndElsewhere = NO_CONTRAST  # advantage where the student hesitates
+    errors: HereAndElsewhere = NO_CONTRAST  # surprise after the worst token of wrong answers, and before it
     takeover: tuple[Depth, ...] = ()
     excess: float | None = None  # KL after the student's words divided by KL after the teacher's words, minus 1
     stops: StopProbe = field(default_factory=StopProbe)
@@ -155,14 +155,14 @@ class PairMeasures:
 
 def answers_of(
     prompt_ids: Sequence[str], marks: np.ndarray, lengths: Sequence[int], truncated: Sequence[bool], samples: int
-) -> Answering:
+) -> AnswerStatistics:
     by_prompt: dict[str, list[float]] = {}
     for name, mark in zip(prompt_ids, marks, strict=True):
         if not np.isnan(mark):
             by_prompt.setdefault(name, []).append(float(mark))
     shares = {name: float(np.mean(found)) for name, found in by_prompt.items()}
     values = np.array(list(shares.values()))
-    return Answering(
+    return AnswerStatistics(
         prompts=len(set(prompt_ids)),
         samples=samples,
         length=float(np.mean(lengths)),
@@ -175,7 +175,7 @@ def answers_of(
     )
 
 
-def gap_between(student: Answering, teacher: Answering | None) -> tuple[float | None, float | None]:
+def gap_between(student: AnswerStatistics, teacher: AnswerStatistics | None) -> tuple[float | None, float | None]:
     """The teacher's accuracy minus the student's over the prompts that both answered, and its standard error."""
     shared = [] if teacher is None else [name for name in student.by_prompt if name in teacher.by_prompt]
     if teacher is None or not shared:
@@ -269,19 +269,21 @@ def inside(values: Sequence[np.ndarray], start: int, end: int) -> list[np.ndarra
     return [row[start:end] for row in values]
 
 
-def fork_places(entropy: Sequence[np.ndarray], advantage: Sequence[np.ndarray]) -> HereAgainst:
+def fork_places(entropy: Sequence[np.ndarray], advantage: Sequence[np.ndarray]) -> HereAndElsewhere:
     """The advantage at the student's forks, and elsewhere."""
     every = np.concatenate(entropy) if entropy else np.zeros(0)
     if not (~np.isnan(every)).any():
-        return NOWHERE
+        return NO_CONTRAST
     limit = float(np.nanquantile(every, FORK))
-    return HereAgainst(
+    return HereAndElsewhere(
         mean_of([row[known > limit] for row, known in zip(advantage, entropy, strict=True)]),
         mean_of([row[known <= limit] for row, known in zip(advantage, entropy, strict=True)]),
     )
 
 
-def error_places(marks: np.ndarray, advantage: Sequence[np.ndarray], surprise: Sequence[np.ndarray]) -> HereAgainst:
+def error_places(
+    marks: np.ndarray, advantage: Sequence[np.ndarray], surprise: Sequence[np.ndarray]
+) -> HereAndElsewhere:
     """In wrong answers: the teacher's surprise after its least likely token, and before it."""
     after, before = [], []
     for mark, ratio, row in zip(marks, advantage, surprise, strict=True):
@@ -289,4 +291,4 @@ def error_places(marks: np.ndarray, advantage: Sequence[np.ndarray], surprise: S
             worst = int(np.nanargmin(ratio))
             after.append(row[worst + 1 :])
             before.append(row[:worst])
-    return HereAgainst(mean_of(after), mean_of(before))
+    return HereAndElsewhere(mean_of(after), mean_of(before))

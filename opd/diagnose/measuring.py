@@ -16,10 +16,10 @@ from torch import Tensor
 
 from opd.common.context import RunContext
 from opd.common.errors import DataError, UserError
-from opd.data.render import render_completion, render_prompts, response_text
+from opd.data.prompts import render_completion, render_prompts, response_text
 from opd.data.sources import Source
 from opd.diagnose.measures import (
-    Answering,
+    AnswerStatistics,
     Depth,
     PairMeasures,
     StopProbe,
@@ -36,14 +36,14 @@ from opd.diagnose.measures import (
     within_prompt_auroc,
 )
 from opd.divergences import Projection, likeliest_ids, statistics
-from opd.engines.draws import request_key
+from opd.engines.requests import request_key
 from opd.evaluation import is_right
+from opd.loop.parts import Samplers
 from opd.loop.ranks import Ranks
-from opd.loop.samplers import Samplers
 from opd.models import load_config, load_tokenizer
 from opd.models.language_model import LanguageModel, Pack, pack
 from opd.models.tokenizers import differing_ids
-from opd.objective.batch import beside
+from opd.objective.batch import over_spans
 from opd.recipe import STAGE_PREFIX, Stage
 from opd.recipe.graph import edges
 from opd.records import (
@@ -81,7 +81,7 @@ class DomainAnswers:
 
     bench: Bench
     domain: str
-    asked: list[Asking]
+    asked: list[DiagnosisPrompt]
     samples: int
 
     @cached_property
@@ -109,7 +109,7 @@ class DomainAnswers:
         }
 
     @cached_property
-    def answers(self) -> Answering:
+    def answers(self) -> AnswerStatistics:
         sizes = [rollout.response_ids.size for rollout in self.rollouts]
         cut = [rollout.stop == "length" for rollout in self.rollouts]
         return answers_of(self.prompt_ids, self.marks, sizes, cut, self.samples)
@@ -129,7 +129,7 @@ class DomainAnswers:
         return found
 
 
-def _reference(asking: Asking, ids: np.ndarray) -> Rollout:
+def _reference(asking: DiagnosisPrompt, ids: np.ndarray) -> Rollout:
     nothing = np.full(ids.size, np.nan, dtype=np.float32)
     return Rollout(
         id=f"{asking.prompt.id}/data",
@@ -156,7 +156,7 @@ class TeacherAnswers:
 
     bench: Bench
     name: str
-    asked: list[Asking]
+    asked: list[DiagnosisPrompt]
     samples: int
     own_template: bool = False  # regardless of its view
 
@@ -200,7 +200,7 @@ class TeacherAnswers:
         """A sampler with room for the teacher's longest prompt, which may be longer than the student's."""
         assert self.model is not None
         length = max(ids.size for ids in self.read.values()) + self.bench.limit
-        kind = self.bench.spec.sampler.beside()
+        kind = self.bench.spec.sampler.for_frozen_models()
         return kind.open(self.model.inference_copy(None), length, merge_stop=self.stop_ids)
 
     @cached_property
@@ -214,7 +214,7 @@ class TeacherAnswers:
         return self.bench.draw(self.sampler, draws, self.stop_ids) if draws else []
 
     @cached_property
-    def behind_student(self) -> list[Rollout]:
+    def after_student_prompts(self) -> list[Rollout]:
         """The teacher's answers after the student's prompts, in common ids. None if tokenizers differ."""
         asked = self.bench.asked
         return [] if self.crosses else [replace(one, prompt_ids=asked[one.prompt_id].ids) for one in self.rollouts]
@@ -225,7 +225,7 @@ class TeacherAnswers:
         return [response_text(rollout.response_ids, tokenizer, self.stop_ids) for rollout in self.rollouts]
 
     @cached_property
-    def answers(self) -> Answering | None:
+    def answers(self) -> AnswerStatistics | None:
         if not self.rollouts:
             return None
         names = [rollout.prompt_id for rollout in self.rollouts]
@@ -242,8 +242,10 @@ def measure_pair(bench: Bench, name: str, own: DomainAnswers, samples: int, cloc
     rows = token_rows(bench, name, own.rollouts, own.rewards)
     clock.end("score", sum(rollout.length for rollout in own.rollouts))
     scored = (
-        token_rows(bench, name, theirs.behind_student, {})
-        if theirs.behind_student and bench.kinds[name].view.as_sampled and "hidden" in bench.teachers[name].offers
+        token_rows(bench, name, theirs.after_student_prompts, {})
+        if theirs.after_student_prompts
+        and bench.kinds[name].view.as_sampled
+        and "hidden" in bench.teachers[name].offers
         else []
     )
     ratios = [row.ratio for row in rows]
@@ -325,8 +327,8 @@ def _stretches(own: DomainAnswers, rows: Sequence[TokenRows], scored: Sequence[T
             continue
         auroc, _ = within_prompt_auroc(own.prompt_ids, own.marks, _means(ratios))
         count = int(sum((~np.isnan(row)).sum() for row in ratios))
-        kl, behind = (mean_of(inside([row.kl for row in some], start, end)) for some in (rows, scored))
-        found.append(Stretch(start, end, count, surprise, advantage, kl, behind, auroc))
+        kl, teacher_kl = (mean_of(inside([row.kl for row in some], start, end)) for some in (rows, scored))
+        found.append(Stretch(start, end, count, surprise, advantage, kl, teacher_kl, auroc))
     return tuple(found)
 
 
@@ -378,7 +380,7 @@ def _stop_probe(
 ) -> StopProbe:
     at_own = [
         float(row.teacher_stop[-1]) if rollout.stop == "stop" else 0.0
-        for rollout, row in zip(theirs.behind_student, scored, strict=False)
+        for rollout, row in zip(theirs.after_student_prompts, scored, strict=False)
     ]
     right = [at for at, rollout in enumerate(own.rollouts) if rollout.stop == "stop" and own.marks[at] != 0]
     ends = [float(rows[at].teacher_stop[-1]) for at in right if rows[at].teacher_stop.size]
@@ -389,10 +391,10 @@ def _stop_probe(
     samples = own.references or [own.rollouts[at] for at in right]
     if not samples or "topk" not in bench.teachers[name].offers or bench.kinds[name].view.crosses:
         return probe
-    return replace(probe, instead=_said_instead(bench, name, samples[:COMPARED]))
+    return replace(probe, instead=_token_instead(bench, name, samples[:COMPARED]))
 
 
-def _said_instead(bench: Bench, name: str, ended: Sequence[Rollout]) -> tuple[int, str, float] | None:
+def _token_instead(bench: Bench, name: str, ended: Sequence[Rollout]) -> tuple[int, str, float] | None:
     """The teacher's most frequent token where an answer ends, if it is not a stop id."""
     signals = bench.teachers[name].score(ended, SignalNeed("topk", k=1))
     likeliest: dict[int, list[float]] = {}
@@ -414,7 +416,7 @@ SCORED = {"hidden", "logprobs_at"}  # a teacher has to offer one of them
 
 
 @dataclass(frozen=True)
-class Asking:
+class DiagnosisPrompt:
     """A prompt that both models answer."""
 
     prompt: Prompt
@@ -432,12 +434,12 @@ class Bench:
     stop_ids: tuple[int, ...]
     samplers: Samplers
     rewarder: Rewarder
-    asked: dict[str, Asking]  # by prompt id
+    asked: dict[str, DiagnosisPrompt]  # by prompt id
     notes: list[str] = field(default_factory=list)
 
     @property
-    def domains(self) -> dict[str, list[Asking]]:
-        found: dict[str, list[Asking]] = {}
+    def domains(self) -> dict[str, list[DiagnosisPrompt]]:
+        found: dict[str, list[DiagnosisPrompt]] = {}
         for asking in self.asked.values():
             found.setdefault(asking.prompt.domain, []).append(asking)
         return found
@@ -525,7 +527,7 @@ class Bench:
 class Draw:
     """An answer to sample. `number`: key of the draw; `read`: in place of the student's prompt; `prefix`: its first tokens."""
 
-    asking: Asking
+    asking: DiagnosisPrompt
     number: int
     read: np.ndarray | None = None
     prefix: np.ndarray | None = None
@@ -553,7 +555,7 @@ def open_bench(spec: Stage, count: int, scratch: Path, say: Callable[[str], None
         torch.set_num_threads(spec.threads)
     torch.manual_seed(spec.seed)
     ranks = Ranks()
-    models = StageModels(spec, device, _as_it_is, as_named, scratch, ranks)
+    models = StageModels(spec, device, _unchanged, as_named, scratch, ranks)
     student = models.student(spec, sharded=False)
     teachers, stop_ids = open_teachers(kinds, student, models.teacher, RunContext(scratch, say=say))
     if not stop_ids:
@@ -564,11 +566,11 @@ def open_bench(spec: Stage, count: int, scratch: Path, say: Callable[[str], None
     asked, notes = _asked(spec, sources, student.tokenizer, count, context - spec.rollout.max_new_tokens)
     longest = max(asking.ids.size for asking in asked.values()) + spec.rollout.max_new_tokens
     samplers = Samplers(spec, student, teachers, longest, stop_ids, ranks)
-    samplers.load(samplers.weights_of(student, 0))
+    samplers.publish(student, 0)
     return Bench(spec, student, kinds, teachers, differ, stop_ids, samplers, rewarder, asked, notes)
 
 
-def _as_it_is(name: str) -> str:
+def _unchanged(name: str) -> str:
     return name
 
 
@@ -607,9 +609,9 @@ def _differ(spec: Stage, kind: TeacherKind) -> int:
 
 def _asked(
     spec: Stage, sources: Sequence[Source], tokenizer: Any, count: int, room: int
-) -> tuple[dict[str, Asking], list[str]]:
+) -> tuple[dict[str, DiagnosisPrompt], list[str]]:
     """At most `count` training prompts per domain that leave room for an answer."""
-    found: dict[str, Asking] = {}
+    found: dict[str, DiagnosisPrompt] = {}
     taken: dict[str, int] = {}
     long, unreadable = 0, list[DataError]()
     for number, source in enumerate(sources):
@@ -622,7 +624,7 @@ def _asked(
                 long += 1
             elif taken.get(prompt.domain, 0) < count:
                 taken[prompt.domain] = taken.get(prompt.domain, 0) + 1
-                found[prompt.id] = Asking(prompt, ids, number)
+                found[prompt.id] = DiagnosisPrompt(prompt, ids, number)
     if not found and unreadable:
         raise unreadable[0]
     if not found:
@@ -738,7 +740,7 @@ def _at_tokens(teacher: TeacherLike, shown: Sequence[tuple[Rollout, Rendered]]) 
     for (rollout, _), signal in zip(shown, signals, strict=True):
         nothing = TokenRows.unknown(rollout.response_ids.size)
         theirs = np.where(signal.mask, np.asarray(signal.values, dtype=np.float64), np.nan)
-        ours = np.asarray(beside(rollout.logprob, signal), dtype=np.float64)
+        ours = np.asarray(over_spans(rollout.logprob, signal), dtype=np.float64)
         values = vars(nothing) | {"student": ours, "teacher": theirs, "kl": ours - theirs}  # an estimate
         found[rollout.id] = TokenRows(**values)
     return found

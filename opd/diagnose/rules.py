@@ -15,7 +15,7 @@ from typing import Any, Literal, NamedTuple
 import yaml
 
 from opd.common.errors import RecipeError
-from opd.diagnose.measures import Answering, Depth, PairMeasures
+from opd.diagnose.measures import AnswerStatistics, Depth, PairMeasures
 from opd.monitors.monitor import Monitors
 from opd.recipe import Recipe, Stage, load_recipe
 from opd.teachers.kinds import TeacherKind
@@ -26,7 +26,7 @@ Verdict = Literal[
 
 ALIGNED = 0.9  # share of the text that spans pair
 TEMPLATE = 0.01  # nats per token
-STOPS = 0.8  # probability of stopping at one's own stops
+STOPS = 0.8  # probability of stopping at its own stops
 AGREED = 0.3  # share of the student's ends at which the teacher would end, too
 AUROC = 0.55
 NOTHING = 0.01  # nats per token: where accuracies are not known, a KL that is none
@@ -44,7 +44,7 @@ TAKEOVER, MAY = 0.05, 1.0  # smallest gain in accuracy by taking over; standard 
 class Case(NamedTuple):
     """One teacher in one domain, with the context that the rules need."""
 
-    student: Answering
+    student: AnswerStatistics
     pair: PairMeasures
     target: float | None = None  # target accuracy
     rivals: int = 0  # other teachers for this domain
@@ -109,10 +109,10 @@ def _other_template(case: Case) -> str | None:
     pair, answers = case.pair, case.pair.answers
     if pair.template is None or pair.template <= TEMPLATE:
         return None
-    told = f"{pair.template:.2g} nats per token"
+    text = f"{pair.template:.2g} nats per token"
     if answers is None or answers.accuracy is None or pair.own_template is None:
-        return told
-    return f"{told}; {answers.accuracy:.0%} right with the student's template, {pair.own_template:.0%} with its own"
+        return text
+    return f"{text}; {answers.accuracy:.0%} right with the student's template, {pair.own_template:.0%} with its own"
 
 
 def _lost_stops(case: Case) -> str | None:
@@ -121,8 +121,8 @@ def _lost_stops(case: Case) -> str | None:
     known = [value for value in (stops.own, stops.reference) if value is not None]
     if not known or max(known) >= STOPS:
         return None
-    said = "" if stops.instead is None else f"; it says id {stops.instead[0]} ({stops.instead[1]!r}) there"
-    return f"it stops with probability {max(known):.2f} where answers end{said}"
+    instead = "" if stops.instead is None else f"; it predicts id {stops.instead[0]} ({stops.instead[1]!r}) there"
+    return f"it stops with probability {max(known):.2f} where answers end{instead}"
 
 
 def _unlike_stops(case: Case) -> str | None:
@@ -145,11 +145,11 @@ def _no_gap(case: Case) -> str | None:
         return f"KL of {pair.kl:.3f} nats per token" if pair.kl is not None and pair.kl < NOTHING else None
     assert pair.gap is not None
     assert pair.gap_stderr is not None
-    told = f"gap {pair.gap:+.2f} ± {pair.gap_stderr:.2f}"
+    text = f"gap {pair.gap:+.2f} ± {pair.gap_stderr:.2f}"
     if pair.gap < -max(LEAST_GAP, WEAKER * pair.gap_stderr):
-        return f"{told}: it is the weaker one"
+        return f"{text}: it is the weaker one"
     if not gap and (pair.auroc is None or pair.auroc < AUROC):
-        return told + ("" if pair.auroc is None else f", AUROC {pair.auroc:.2f}")
+        return text + ("" if pair.auroc is None else f", AUROC {pair.auroc:.2f}")
     return None
 
 
@@ -164,17 +164,17 @@ def _apart(case: Case) -> str | None:
     if pair.overlap is not None and pair.overlap < UNLIKE:
         return f"{pair.overlap:.0%} of the 16 likeliest tokens agree"
     if pair.overlap is not None and pair.overlap < OVERLAP:
-        told = f"{pair.overlap:.0%} of the 16 likeliest tokens agree"
+        text = f"{pair.overlap:.0%} of the 16 likeliest tokens agree"
     elif pair.kl is not None and pair.kl > FAR:
-        told = f"KL {pair.kl:.2f} nats per token"
+        text = f"KL {pair.kl:.2f} nats per token"
     else:
         return None
     if pair.overlap_mass is not None and pair.overlap_mass < MASS:
         return (
-            f"{told}, and {1 - pair.overlap_mass:.1%} of its probability lies outside the student's 16 likeliest tokens"
+            f"{text}, and {1 - pair.overlap_mass:.1%} of its probability lies outside the student's 16 likeliest tokens"
         )
     if pair.origin is not None and pair.origin < ORIGIN:
-        return f"{told}, and weights of another origin (cosine {pair.origin:.2f})"
+        return f"{text}, and weights of another origin (cosine {pair.origin:.2f})"
     return None
 
 
@@ -200,7 +200,7 @@ def _otherwise(case: Case) -> str:
         None if pair.kl is None else f"KL {pair.kl:.2f}",
         None if pair.overlap is None else f"overlap {pair.overlap:.0%}",
     ]
-    return ", ".join(part for part in parts if part) or "nothing speaks against it"
+    return ", ".join(part for part in parts if part) or "nothing argues against it"
 
 
 def useful_depth(takeover: tuple[Depth, ...]) -> int | None:
@@ -233,13 +233,13 @@ def _ranked(case: Case) -> str | None:
     return None if not case.rivals or signal is None else f"signal {signal:+.2f}; other teachers: {case.rivals}"
 
 
-COLD = "A stage on the teacher's own answers first (teacher_share: 1, form: cross_entropy), then diagnose its result; if nothing changes, take another teacher."
+COLD = "Train a stage on the teacher's own answers first (teacher_share: 1, form: cross_entropy), then diagnose its result; if nothing changes, use another teacher."
 RULES = (
     Rule(
         1,
         "tokenizers differ, and less than 90 % of the text aligns",
         "do not",
-        "Take a teacher whose tokens are nearer to the student's.",
+        "Use a teacher whose tokenizer is closer to the student's.",
         "H",
         _unaligned,
     ),
@@ -279,7 +279,7 @@ RULES = (
         5,
         f"no gap, and AUROC below {AUROC}; or a weaker teacher",
         "do not",
-        "There is nothing to distil. Take a stronger teacher; with a verifier, RL (methods/grpo) or the outcome together with the teacher (methods/mimo-objective).",
+        "There is nothing to distil. Use a stronger teacher; with a verifier, use RL (methods/grpo), or the outcome together with the teacher (methods/mimo-objective).",
         "H",
         _no_gap,
     ),
@@ -303,7 +303,7 @@ RULES = (
         8,
         f"excess KL below {EXCESS:.0%} (not known: answers below {SHORT} tokens), and taking over gains nothing",
         "sft",
-        "On-policy pays nothing here: SFT on the teacher's samples is cheaper.",
+        "On-policy training gains nothing here: SFT on the teacher's samples is cheaper.",
         "H; calibrated",
         _short_horizon,
     ),
@@ -320,7 +320,7 @@ REFINEMENTS = (
     Refinement(
         11,
         "a verifier, and a target above the teacher",
-        "OPD first, then RL in a stage of its own, not their sum.",
+        "OPD first, then RL in a separate stage, not their sum.",
         "P: 80.6 against 62.8",
         _beyond,
     ),
@@ -449,7 +449,7 @@ def _base(spec: Stage, useful: Sequence[Advice], sources: Mapping[int, set[str]]
     settings: dict[str, Any] = spec.model_dump(mode="json", exclude_defaults=True)
     settings.pop("name", None)
     if spec.monitors == Monitors().completed():
-        settings.pop("monitors", None)  # as they come
+        settings.pop("monitors", None)  # the defaults
     domains = {one.domain for one in useful}
     chosen: dict[str, list[str]] = {}
     for one in useful:
@@ -474,13 +474,13 @@ def _teacher(kind: TeacherKind, domains: list[str] | None, advice: Sequence[Advi
         found["domains"] = domains
     if any(one.verdict == "span view" for one in advice):
         found["view"] = "bytes"
-    elif any(one.verdict == "fix the template" and _better_behind_its_own(one.pair) for one in advice):
+    elif any(one.verdict == "fix the template" and _better_with_own_template(one.pair) for one in advice):
         view = kind.view.model_dump(mode="json", exclude_defaults=True)
         found["view"] = {**view, "kind": kind.view.name, "chat_template": "teacher"}
     return found
 
 
-def _better_behind_its_own(pair: PairMeasures) -> bool:
+def _better_with_own_template(pair: PairMeasures) -> bool:
     """Whether a teacher is better with its own template. Without a measurement its own is preferred."""
     known = pair.answers is not None and pair.answers.accuracy is not None and pair.own_template is not None
     return not known or pair.own_template > pair.answers.accuracy  # type: ignore[operator, union-attr]

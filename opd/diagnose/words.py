@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from opd.common.text import bytes_in_words, plain
 from opd.diagnose.diagnosis import Diagnosis
-from opd.diagnose.measures import Answering, PairMeasures
+from opd.diagnose.measures import AnswerStatistics, PairMeasures
 from opd.diagnose.rules import Decision, useful_depth
 from opd.report.words import duration
 from opd.teachers.table import K
@@ -40,19 +40,19 @@ def _lines(found: Diagnosis) -> Iterator[str]:
             yield from (f"    {name:10} {text}" for name, text in _facts(pair) if text)
             yield from (f"    {line}" for line in _verdict(found.decisions[domain, pair.teacher]))
         if len(best[domain].ranking) > 1:
-            told = ", ".join(f"{name} {_signed(signal)}" for name, signal in best[domain].ranking)
-            yield f"  ranked by signal (take-over advantage × AUROC): {told}"
+            text = ", ".join(f"{name} {_signed(signal)}" for name, signal in best[domain].ranking)
+            yield f"  ranked by signal (take-over advantage × AUROC): {text}"
     yield ""
     yield from _recommended(found)
 
 
-def _answers(found: Answering) -> str:
-    told = (
+def _answers(found: AnswerStatistics) -> str:
+    text = (
         f"{found.prompts} prompts {found.samples} times, {found.length:.1f} tokens each, {found.truncated:.0%} cut off"
     )
     if found.accuracy is None:
-        return f"{told}; not rewarded"
-    return f"{told}; {found.accuracy:.0%} ± {found.stderr:.0%} right, pass@{found.samples} {found.pass_at:.0%}"
+        return f"{text}; not rewarded"
+    return f"{text}; {found.accuracy:.0%} ± {found.stderr:.0%} right, pass@{found.samples} {found.pass_at:.0%}"
 
 
 def _facts(pair: PairMeasures) -> Iterator[tuple[str, str]]:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from opd.divergences.compute import Divergence, divergence, likeliest_ids, statistics, token_logprobs
-    from opd.divergences.formulas import divergence_advantage, teacher_log_ratio
+    from opd.divergences.kinds import divergence_advantage, teacher_log_ratio
     from opd.divergences.projection import Mixture, Projection
     from opd.divergences.torch_backend import RowStatistics
     from opd.records import TopK
@@ -24,8 +24,8 @@ HOMES = {
     "Mixture": "opd.divergences.projection",
     "Projection": "opd.divergences.projection",
     "RowStatistics": "opd.divergences.torch_backend",
-    "divergence_advantage": "opd.divergences.formulas",
-    "teacher_log_ratio": "opd.divergences.formulas",
+    "divergence_advantage": "opd.divergences.kinds",
+    "teacher_log_ratio": "opd.divergences.kinds",
     "TopK": "opd.records",
 }
 
@@ -33,7 +33,8 @@ HOMES = {
 def __getattr__(name: str) -> Any:
     if name not in HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(HOMES[name]), name)
+    found = globals()[name] = getattr(importlib.import_module(HOMES[name]), name)
+    return found
 
 
 __all__ = [

@@ -11,7 +11,7 @@ import importlib.util
 import os
 import warnings
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -19,9 +19,10 @@ from typing import Literal, get_args
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from opd.common.errors import UserError
-from opd.divergences.formulas import KINDS, Formula
+from opd.divergences.kinds import KINDS, Closure, Formula, Side
 from opd.divergences.projection import (
     Logits,
     MergeGroups,
@@ -31,22 +32,27 @@ from opd.divergences.projection import (
     as_projection,
     canonical_ids,
     log_probs,
+    source_log_probs,
     without_autocast,
 )
-from opd.divergences.supports import Closure, Side, Support, TopRows, Truncation
 from opd.divergences.torch_backend import (
     ChunkedLogprobs,
     GradientInForward,
     Job,
     RowStatistics,
+    Scale,
+    Support,
+    TopRows,
+    Truncation,
     Weight,
     chunked_divergence,
     chunked_statistics,
+    closed,
+    gather,
+    largest,
     likeliest_rows,
     reference_rows,
-    scale_,
     slices,
-    wide_dtype,
 )
 from opd.records import TopK
 
@@ -78,6 +84,7 @@ def divergence(
     k: int | None = None,
     side: Side = "teacher",
     closure: Closure = "tail",
+    with_sampled: bool = False,
     ids: Tensor | None = None,
     weight: Tensor | Callable[[RowStatistics], Tensor] | None = None,
     temperature: float = 1.0,
@@ -94,7 +101,7 @@ def divergence(
     `kind`: a name, or a `Formula` with its parameter. Logits (N, V) can replace a `Projection`; they use `reference`.
 
     `support`: full | topk (`k` ids of `side`: teacher, student, union) | ids ((N, K) given ids, a set per row, -1 for
-    none). `closure`: how to treat the remaining ids. `weight`: (N,), 0 to ignore a row, or a function of RowStatistics
+    none). `with_sampled`: the ids of `tokens` belong to a topk support. `closure`: how to treat the remaining ids. `weight`: (N,), 0 to ignore a row, or a function of RowStatistics
     called per chunk. Weights must be given here, because the head's gradient is summed over rows inside. `merge`:
     groups of ids that are one event on both sides. `tokens` (N,) and `overlap` (a k) add statistics. `memory`: bytes
     the call may use beyond its inputs. Ids at or above the smaller vocabulary size do not exist on either side.
@@ -102,43 +109,63 @@ def divergence(
     the process.
     """
     formula = kind if isinstance(kind, Formula) else Formula.of(kind, params)
-    truncation = Truncation(support, k, side, closure)
-    size = _shared_size(student := as_projection("student", student), teacher := _source(teacher))
+    truncation = Truncation(support, k, side, closure, with_sampled)
+    student = as_projection("student", student)
+    if not isinstance(teacher, (Mixture, TopK)):
+        teacher = as_projection("teacher", teacher)
+    heads, size = _heads(student, teacher)
+    _check(
+        student,
+        len(teacher.ids) if isinstance(teacher, TopK) else teacher.count,
+        truncation,
+        weight,
+        ids,
+        tokens,
+        size,
+        trusted,
+    )
     merge = _within(merge, size)
-    rows = _teacher_rows(student, teacher, truncation, merge, size, temperature)
-    _check(student, rows.count, truncation, weight, ids, tokens, size, trusted)
-    if isinstance(rows, Mixture):
-        _require_fit(rows, formula, truncation)
-        weight = _weighed(weight, rows)
+    if isinstance(teacher, Mixture):
+        _require_fit(teacher, formula, truncation)
+        weight = _weighed(weight, teacher)
     job = Job(formula, size, merge, temperature, truncation, weight, tokens, ids, overlap)
-    plan = kernel_plan(job, student, rows, backend, memory, CHUNK_BYTES)
+    rows = _top_rows(job, student, teacher) if isinstance(teacher, TopK) else teacher.detach()
+    plan = kernel_plan(job, heads, rows, backend, memory, CHUNK_BYTES)
+    loss, found = _execute(plan, job, student, rows)
+    assert found.value is not None and found.teacher_entropy is not None and found.reverse_kl is not None  # noqa: PT018
+    return Divergence(loss, found.value, found.entropy, found.teacher_entropy, found.reverse_kl, found, plan)
+
+
+def _execute(
+    plan: KernelPlan, job: Job, student: Projection, teacher: Source | TopRows
+) -> tuple[Tensor, RowStatistics]:
+    """The loss and the statistics, by the plan's backend."""
     if not student.count:
-        return _empty(student, plan)
+        return _empty(student)
     if plan.backend == "reference":
-        loss, statistics = reference_rows(job, student, rows, torch.arange(student.count, device=student.hidden.device))
+        return reference_rows(job, student, teacher, torch.arange(student.count, device=student.hidden.device))
+    sink: list[RowStatistics] = []
+    detached = student.detach()
+    scale: Scale = Tensor.mul_
+    if plan.backend == "chunked" or isinstance(teacher, TopRows):
+        compute = partial(chunked_divergence, job, detached, teacher, plan.chunk, sink)
     else:
-        sink: list[RowStatistics] = []
-        detached = student.detach()
-        if plan.backend == "chunked" or isinstance(rows, TopRows):
-            compute, scale = partial(chunked_divergence, job, detached, rows, plan.chunk, sink), scale_
-        else:
-            from opd.divergences.triton_backend import sparse_divergence, triton_divergence, triton_scale_
+        from opd.divergences.triton_backend import sparse_divergence, triton_divergence, triton_scale_
 
-            by_tiles = triton_divergence if truncation.support == "full" else sparse_divergence
-            compute, scale = partial(by_tiles, job, detached, rows, plan, sink), triton_scale_
-        loss = GradientInForward.apply(student.hidden, student.weight, student.bias, compute, scale)
-        statistics = RowStatistics.join(sink)
-    return _result(loss, statistics, plan)
+        by_tiles = triton_divergence if job.truncation.support == "full" else sparse_divergence
+        compute, scale = partial(by_tiles, job, detached, teacher, plan, sink), triton_scale_
+    loss = GradientInForward.apply(student.hidden, student.weight, student.bias, compute, scale)
+    return loss, RowStatistics.join(sink)
 
 
-def _source(teacher: object) -> Source | TopK:
-    return teacher if isinstance(teacher, (Mixture, TopK)) else as_projection("teacher", teacher)
+def _heads(student: Projection, teacher: Source | TopK | None) -> tuple[list[Projection], int]:
+    """The heads that are compared, the student's first, and the size of the smallest vocabulary; warns if the sizes differ.
 
-
-def _shared_size(student: Projection, teacher: Source | TopK | None) -> int:
-    """Size of the smallest vocabulary. Ids at or above it do not exist on either side; warns if the sizes differ."""
+    Ids at or above that size do not exist on either side.
+    """
     others = teacher.parts if isinstance(teacher, Mixture) else [teacher] if isinstance(teacher, Projection) else []
-    sizes = [student.vocabulary, *(other.vocabulary for other in others)]
+    heads = [student, *others]
+    sizes = [head.vocabulary for head in heads]
     if len(set(sizes)) > 1:
         warnings.warn(
             f"heads of different sizes: the student has {sizes[0]} ids, the teacher {', '.join(map(str, sizes[1:]))}. Ids from "
@@ -146,7 +173,7 @@ def _shared_size(student: Projection, teacher: Source | TopK | None) -> int:
             "tokenizers differ, ids cannot be compared.",
             stacklevel=4,
         )
-    return min(sizes)
+    return heads, min(sizes)
 
 
 def _within(merge: MergeGroups, size: int) -> MergeGroups:
@@ -182,44 +209,32 @@ def _weighed(weight: Weight, mixture: Mixture) -> Weight:
     return of_rows
 
 
-def _result(loss: Tensor, found: RowStatistics, plan: KernelPlan) -> Divergence:
-    assert found.value is not None
-    assert found.teacher_entropy is not None
-    assert found.reverse_kl is not None
-    return Divergence(loss, found.value, found.entropy, found.teacher_entropy, found.reverse_kl, found, plan)
-
-
-def _empty(student: Projection, plan: KernelPlan) -> Divergence:
+def _empty(student: Projection) -> tuple[Tensor, RowStatistics]:
     """Result for no rows: a loss of 0 with a graph, so that backward gives zero gradients."""
     tensors = [tensor for tensor in (student.hidden, student.weight, student.bias) if tensor is not None]
-    loss = torch.stack([tensor.sum() * 0 for tensor in tensors]).sum().to(wide_dtype(student.hidden))
+    loss = torch.stack([tensor.sum() * 0 for tensor in tensors]).sum().to(student.wide)
     none = student.hidden.new_zeros(0, dtype=loss.dtype)
     index = torch.zeros(0, dtype=torch.long, device=student.hidden.device)
-    return _result(loss, RowStatistics(index, none, none, none, none), plan)
+    return loss, RowStatistics(index, none, none, none, none)
 
 
-def _teacher_rows(
-    student: Projection,
-    teacher: Source | TopK,
-    truncation: Truncation,
-    merge: MergeGroups,
-    size: int,
-    temperature: float,
-) -> Source | TopRows:
-    if not isinstance(teacher, TopK):
-        return teacher.detach()
+def _top_rows(job: Job, student: Projection, teacher: TopK) -> TopRows:
+    truncation, temperature = job.truncation, job.temperature
     if truncation.support != "topk" or truncation.side != "teacher":
         raise ValueError(
             f"a TopK teacher knows its own top ids alone: support {truncation.support!r}, side {truncation.side!r} "
             "need a Projection; use support='topk', side='teacher'"
         )
-    if temperature != 1.0 and truncation.closure != "renormalised":
+    if truncation.with_sampled:
+        raise ValueError(
+            "with_sampled needs the teacher's probability of any token: a TopK teacher has its own ids alone"
+        )
+    if temperature != 1.0 and truncation.closure not in ("renormalised", "teacher_renormalised"):
         raise ValueError(
             f"temperature {temperature} with a TopK teacher: the mass outside is known at temperature 1 only; "
             "use closure='renormalised'"
         )
-    dtype = wide_dtype(student.hidden)
-    return TopRows.of(teacher, student.hidden.device, dtype, merge, size, truncation.k, temperature)
+    return TopRows.of(teacher, student.hidden.device, student.wide, job.merge, job.size, truncation.k, temperature)
 
 
 def _check(
@@ -232,6 +247,17 @@ def _check(
     size: int,
     trusted: bool,
 ) -> None:
+    for name, value, known in (
+        ("support", truncation.support, Support),
+        ("side", truncation.side, Side),
+        ("closure", truncation.closure, Closure),
+    ):
+        if value not in get_args(known):
+            raise ValueError(f"unknown {name} {value!r}; known: {', '.join(get_args(known))}")
+    if truncation.k is not None and truncation.k < 1:
+        raise ValueError(f"k {truncation.k} must be at least 1")
+    if truncation.with_sampled and (truncation.support != "topk" or tokens is None):
+        raise ValueError("with_sampled adds `tokens` to support='topk': give both")
     if student.count != count:
         raise ValueError(f"student has {student.count} tokens, but teacher has {count}")
     if isinstance(weight, Tensor) and weight.shape != (count,):
@@ -280,7 +306,7 @@ def token_logprobs(
         logprobs = log_probs(projection, size, merge, temperature)
         return logprobs.gather(-1, canonical_ids(ids, merge)[:, None]).squeeze(-1)
     job = Job(None, size, merge, temperature, tokens=ids)
-    plan = values_plan(job, projection, None, CHUNK_BYTES)
+    plan = values_plan(job, [projection], None, CHUNK_BYTES)
     tensors = projection.hidden, projection.weight, projection.bias
     if plan.backend == "triton" and projection.count:
         from opd.divergences.triton_backend import TritonLogprobs
@@ -309,13 +335,14 @@ def statistics(
     for name, given in (("student", student), ("teacher", teacher)):
         if isinstance(given, (Logits, Tensor)):
             raise UserError(f"{name}: statistics takes Projections. Of logits, divergence(…).statistics has the same.")
-    formula, size = None if teacher is None else Formula.of(kind, params), _shared_size(student, teacher)
+    formula = None if teacher is None else Formula.of(kind, params)
+    heads, size = _heads(student, teacher)
     job = Job(formula, size, _within(merge, size), temperature, tokens=tokens, overlap=overlap)
     count = student.count if teacher is None else teacher.count
     _check(student, count, job.truncation, None, None, tokens, job.size, trusted)
-    plan = values_plan(job, student, teacher, CHUNK_BYTES)
+    plan = values_plan(job, heads, teacher, CHUNK_BYTES)
     if not student.count:
-        return _empty(student, plan).statistics
+        return _empty(student)[1]
     source = None if teacher is None else teacher.detach()
     if plan.backend == "triton":
         from opd.divergences.triton_backend import triton_statistics
@@ -334,10 +361,171 @@ def likeliest_ids(projection: Projection, k: int, apart: Sequence[int] = ()) -> 
     """
     job = Job(None, projection.vocabulary)
     apart = [index for index in dict.fromkeys(apart) if index < job.size]
-    chunk = values_plan(job, projection, None, CHUNK_BYTES).chunk
+    chunk = values_plan(job, [projection], None, CHUNK_BYTES).chunk
     parts = [likeliest_rows(job, projection.rows(rows), k, apart) for rows in slices(max(projection.count, 1), chunk)]
     ids, logprobs, tail, group = (torch.cat(column) for column in zip(*parts, strict=True))
     return ids, logprobs, tail, group
+
+
+# --- Losses of a few given ids per row, such as candidates with a clip of each, computed in blocks of rows ---
+
+
+GATHERED_BYTES = 64 << 20  # of one (block, V) array; several exist at once
+GatheredLosses = Callable[[Tensor, Tensor, slice], Tensor]  # (n, K) log-probs of both sides, and which rows -> (n,)
+
+
+@without_autocast
+@torch.no_grad()
+def likeliest_events(projection: Projection, k: int, merge: MergeGroups = ()) -> tuple[Tensor, Tensor]:
+    """(N, K) ids and log-probs of the k likeliest events, most likely first."""
+    size, merge = projection.vocabulary, _within(merge, projection.vocabulary)
+    parts = [
+        largest(log_probs(projection.rows(rows), size, merge), min(k, size))
+        for rows in slices(max(projection.count, 1), _gathered_rows(size))
+    ]
+    logprobs, ids = (torch.cat(column) for column in zip(*parts, strict=True))
+    return ids, logprobs
+
+
+@without_autocast
+@torch.no_grad()
+def drawn_events(projection: Projection, uniforms: Tensor, merge: MergeGroups = ()) -> Tensor:
+    """(N,) an event drawn from each row, by a number from [0, 1) each."""
+    size, merge = projection.vocabulary, _within(merge, projection.vocabulary)
+    parts = []
+    for rows in slices(max(projection.count, 1), _gathered_rows(size)):
+        sums = log_probs(projection.rows(rows), size, merge).exp().cumsum(-1)
+        parts.append(torch.searchsorted(sums, (uniforms[rows, None] * sums[:, -1:]).to(sums), right=True).squeeze(-1))
+    return torch.cat(parts).clamp(max=size - 1)
+
+
+@without_autocast
+def gathered_loss(
+    student: Projection, teacher: Source, ids: Tensor, weight: Tensor, losses: GatheredLosses, merge: MergeGroups = ()
+) -> Tensor:
+    """Sum over rows of weight times `losses` of the log-probs at `ids` (N, K), with gradients of the student's.
+
+    The backward pass recomputes log-probs, a block of rows at a time. It runs in torch on every device. Ids at or above the
+    smaller vocabulary size have log 0 on both sides.
+    """
+    _, size = _heads(student, teacher)
+    merge = _within(merge, size)
+    ids = canonical_ids(ids, merge)
+    ids = ids.masked_fill(ids >= size, -1)
+    total = student.hidden.new_zeros((), dtype=student.wide)
+    for part in slices(student.count, _gathered_rows(size)):
+
+        def of_rows(hidden: Tensor, part: slice = part) -> Tensor:
+            mine = Projection(hidden, student.weight, student.bias, student.scale, student.softcap, student.size)
+            log_s = gather(log_probs(mine, size, merge), ids[part])
+            with torch.no_grad():
+                log_t = gather(source_log_probs(teacher.rows(part), size, merge), ids[part])
+            return losses(log_s, log_t, part)
+
+        found = checkpoint(of_rows, student.hidden[part], use_reentrant=False)
+        total = total + (found * weight[part].to(found)).sum()
+    return total
+
+
+def _gathered_rows(size: int) -> int:
+    return max(1, GATHERED_BYTES // (4 * size))
+
+
+# --- Distances between distributions over different vocabularies (ULD, GOLD), computed in blocks of rows ---
+#
+# Axis legend: M = events (spans that both tokenizers cut out), V = ids of one side.
+
+
+CROSSED_BYTES = 64 << 20  # of one (block, V) array; several exist at once
+
+
+def sorted_distance(student: Tensor, teacher: Tensor, k: int | None = None) -> Tensor:
+    """(M,) sum over ranks of |p - q|, both in descending order, the shorter padded with zeros.
+
+    This is an earth mover's distance with equal costs. With `k`: the k likeliest of each, and the remaining mass of both.
+
+    >>> sorted_distance(torch.tensor([[0.7, 0.3]]), torch.tensor([[0.1, 0.8, 0.1]]))
+    tensor([0.4000])
+    """
+    width = max(student.shape[-1], teacher.shape[-1])
+    k = width if k is None else min(k, width)
+    tops, rests = [], []
+    for side in (student, teacher):
+        top = side.topk(min(k, side.shape[-1])).values
+        tops.append(torch.nn.functional.pad(top, (0, k - top.shape[-1])))
+        rests.append(side.sum(-1) - top.sum(-1))
+    distance = (tops[0] - tops[1]).abs().sum(-1)
+    return distance if k == width else distance + (rests[0] - rests[1]).abs()
+
+
+def matched_distance(
+    student: Tensor,
+    teacher: Tensor,
+    ids: tuple[Tensor, Tensor] | None,
+    beta: float,
+    weights: tuple[float, float] | None,
+) -> Tensor:
+    """(M,) the JSD of events in both vocabularies, plus the sorted distance of the other events (GOLD).
+
+    The common events are only part of the vocabulary, so at beta 0 and 1 the KL includes the masses (`closed`,
+    generalised): the bare sum has a nonzero gradient even if both sides agree.
+
+    `ids`: of the common events on either side; None: the vocabularies are the same. `weights` of the two parts; None:
+    the share of the teacher's ids that are common, and the rest of 1.
+    """
+    formula = Formula.of("jsd", {"beta": beta})
+    if ids is None:
+        return formula(student, teacher)
+    closure: Closure = "generalised" if formula.slope_at_one else "none"
+    common = closed(formula, closure, student[:, ids[0]], teacher[:, ids[1]])
+    others = [_without(side, some) for side, some in zip((student, teacher), ids, strict=True)]
+    share = ids[1].numel() / max(1, teacher.shape[-1])
+    first, second = weights or (share, 1 - share)
+    return first * common + second * sorted_distance(others[0].exp(), others[1].exp())
+
+
+def _without(values: Tensor, ids: Tensor) -> Tensor:
+    keep = torch.ones(values.shape[-1], dtype=torch.bool, device=values.device)
+    keep[ids] = False
+    return values[:, keep]
+
+
+@without_autocast
+def cross_vocabulary_loss(
+    student: Projection,
+    teacher: Projection,
+    weight: Tensor,
+    distance: Callable[[Tensor, Tensor], Tensor],
+    merge: tuple[MergeGroups, MergeGroups] = ((), ()),
+    before: tuple[Tensor, Tensor] | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Sum of weight times distance over events, with gradients; and the distances.
+
+    `before`: (M,) log-probs of the tokens before the rows within their events. The backward pass recomputes log-probs, a
+    block of rows at a time.
+    """
+    wide = max(student.vocabulary, teacher.vocabulary)
+    block = max(1, CROSSED_BYTES // (4 * wide))
+    total, values = student.hidden.new_zeros((), dtype=torch.float32), []
+    for first in range(0, student.count, block):
+        part = slice(first, first + block)
+
+        def rows(hidden: Tensor, earlier: Tensor | None, part: slice = part) -> Tensor:
+            mine = Projection(hidden, student.weight, student.bias, student.scale, student.softcap, student.size)
+            log_s = log_probs(mine, student.vocabulary, merge[0])
+            with torch.no_grad():
+                log_t = log_probs(teacher.rows(part), teacher.vocabulary, merge[1])
+            if before is not None and earlier is not None:
+                log_s, log_t = log_s + earlier[:, None], log_t + before[1][part].detach()[:, None]
+            return distance(log_s, log_t)
+
+        earlier = None if before is None else before[0][part]
+        found = checkpoint(rows, student.hidden[part], earlier, use_reentrant=False)
+        total = total + (found * weight[part].to(found)).sum().to(
+            total.dtype if found.dtype != torch.float64 else found.dtype
+        )
+        values.append(found.detach())
+    return total, torch.cat(values) if values else student.hidden.new_zeros(0)
 
 
 # --- Choosing a backend and its chunk sizes ---
@@ -379,95 +567,67 @@ def aligned(width: int) -> int:
 
 
 def kernel_plan(
-    job: Job, student: Projection, teacher: Source | TopRows, backend: Backend, memory: int | None, chunk_bytes: int
+    job: Job,
+    heads: Sequence[Projection],
+    teacher: Source | TopRows,
+    backend: Backend,
+    memory: int | None,
+    chunk_bytes: int,
 ) -> KernelPlan:
+    student = heads[0]
     if backend not in get_args(Backend):
         raise ValueError(f"unknown backend {backend!r}; known: {', '.join(get_args(Backend))}")
-    heads = [student] if isinstance(teacher, TopRows) else _heads(student, teacher)
     if any(isinstance(head, Logits) for head in heads):
         if backend not in ("auto", "reference"):
             raise ValueError(f"backend {backend!r} computes logits itself and was given some; use backend='auto'")
         return KernelPlan("reference", "logits were given", student.count)
     if backend == "reference":
         return KernelPlan("reference", "asked for", student.count)
-    obstacle = triton_obstacle(job, student, teacher)
+    obstacle = next(triton_obstacles(job, heads, teacher), "")
     if backend == "triton" and obstacle:
         raise ValueError(f"backend triton: {obstacle}; use backend='chunked' or 'auto'")
-    if backend == "chunked" or obstacle:
-        return KernelPlan("chunked", obstacle or "asked for", _chunk(job, student, memory, chunk_bytes))
-    plan = triton_plan(student, job.size, memory)
-    if plan.mode == "small" and job.truncation.support != "full":
-        return KernelPlan(
-            "chunked", "a support needs whole rows, and they do not fit", _chunk(job, student, memory, chunk_bytes)
-        )
-    return plan
-
-
-def _chunk(job: Job, student: Projection, memory: int | None, chunk_bytes: int) -> int:
+    if backend != "chunked" and not obstacle:
+        plan = triton_plan(student, job.size, memory)
+        if plan.mode == "fast" or job.truncation.support == "full":
+            return plan
+        obstacle = "a support needs whole rows, and they do not fit"
     if student.hidden.is_cuda:  # a GPU needs more rows at once than fit a CPU's cache
         chunk_bytes *= 8
     if memory is not None:  # raw logits of both sides and the temporaries of a block
         chunk_bytes = min(chunk_bytes, max(memory // 8, 1))
-    return chunk_tokens(student.count, job.size, chunk_bytes)
+    return KernelPlan("chunked", obstacle or "asked for", chunk_tokens(student.count, job.size, chunk_bytes))
 
 
-def triton_obstacle(job: Job, student: Projection, teacher: Source | TopRows) -> str:
-    """Why the CUDA backend cannot run this; empty if it can."""
+def triton_obstacles(job: Job, heads: Sequence[Projection], teacher: Source | TopRows | None = None) -> Iterator[str]:
+    """Why the CUDA backend cannot run this, if it cannot. Without a teacher: statistics of the student alone."""
+    support, k = job.truncation.support, job.truncation.k
     if isinstance(teacher, TopRows):
-        return "a teacher of likeliest ids alone runs in torch"
-    if job.overlap:
-        return "top-k overlap needs whole sorted rows, which run in torch"
+        yield "a teacher of likeliest ids alone runs in torch"
+    if job.overlap and teacher is not None:
+        yield "top-k overlap needs whole sorted rows, which run in torch"
     if job.formula is not None and job.formula.kind not in KINDS:
-        return f"divergence {job.formula.kind!r} has no kernel"
-    heads = _heads(student, teacher)
-    return mixture_obstacle(teacher) or support_obstacle(job, heads) or heads_obstacle(heads)
-
-
-def support_obstacle(job: Job, heads: Sequence[Projection]) -> str:
-    """Why the CUDA backend cannot choose part of the vocabulary here; empty if it can."""
-    truncation = job.truncation
-    if truncation.support == "full":
-        return ""
-    if any(head.bias is not None or head.scale <= 0 for head in heads):  # raw products would be in another order
-        return f"support {truncation.support!r} of a head with a bias runs in torch"
-    if truncation.support == "topk" and (truncation.k is None or 2 * truncation.k > job.size):
-        return "support 'topk' of most of the vocabulary runs in torch"
-    return ""
-
-
-def mixture_obstacle(teacher: Source | None) -> str:
-    """Why the CUDA backend cannot mix these teachers; empty if it can."""
-    if not isinstance(teacher, Mixture):
-        return ""
-    if teacher.kind == "sum":
-        return "a sum of divergences runs in torch"
-    return "a mixture with weights per token runs in torch" if teacher.per_token else ""
-
-
-def _heads(student: Projection, teacher: Source | None) -> list[Projection]:
-    if teacher is None:
-        return [student]
-    return [student, *(teacher.parts if isinstance(teacher, Mixture) else [teacher])]
-
-
-def heads_obstacle(heads: Sequence[Projection]) -> str:
-    """Why the CUDA backend cannot run on these heads; empty if it can."""
-    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
-    if not interpreted and not all(head.hidden.is_cuda for head in heads):
-        return f"tensors are on {heads[0].hidden.device.type}"
+        yield f"divergence {job.formula.kind!r} has no kernel"
+    if isinstance(teacher, Mixture) and teacher.kind == "sum":
+        yield "a sum of divergences runs in torch"
+    if isinstance(teacher, Mixture) and teacher.per_token:
+        yield "a mixture with weights per token runs in torch"
+    if support != "full" and any(head.bias is not None or head.scale <= 0 for head in heads):
+        yield f"support {support!r} of a head with a bias runs in torch"  # raw products would be in another order
+    if support == "topk" and (k is None or 2 * k > job.size):
+        yield "support 'topk' of most of the vocabulary runs in torch"
+    if os.environ.get("TRITON_INTERPRET") != "1" and not all(head.hidden.is_cuda for head in heads):
+        yield f"tensors are on {heads[0].hidden.device.type}"
     if any(head.hidden.dtype == torch.float64 for head in heads):
-        return "fp64 tensors"
+        yield "fp64 tensors"
     if any(head.hidden.dtype != head.weight.dtype for head in heads):
-        return "hidden states and head differ in type"
+        yield "hidden states and head differ in type"
     if importlib.util.find_spec("triton") is None:
-        return "triton is not installed"
-    return ""
+        yield "triton is not installed"
 
 
-def values_plan(job: Job, student: Projection, teacher: Source | None, chunk_bytes: int) -> KernelPlan:
+def values_plan(job: Job, heads: Sequence[Projection], teacher: Source | None, chunk_bytes: int) -> KernelPlan:
     """Plan for log-probs and for passes without a divergence's gradient: chunks of half a GiB on a GPU."""
-    ranked = "top-k overlap needs whole sorted rows" if job.overlap and teacher is not None else ""
-    obstacle = ranked or mixture_obstacle(teacher) or heads_obstacle(_heads(student, teacher))
+    student, obstacle = heads[0], next(triton_obstacles(job, heads, teacher), "")
     if student.hidden.is_cuda:
         chunk_bytes = VALUES_TILE_BYTES // (4 if obstacle else 1)
     chunk = chunk_tokens(student.count, job.size, chunk_bytes)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import wraps
 from typing import Any, Literal, ParamSpec, TypeVar, get_args
 
@@ -19,9 +19,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from opd.common.errors import UserError
+from opd.divergences.kinds import LOG_ZERO
 
-# Finite stand-in for log 0: probabilities become exactly 0 while 0 * (log p - log q) stays 0 instead of NaN.
-LOG_ZERO = -1e30
 MergeGroups = Sequence[Sequence[int]]  # each group of ids is one event
 
 
@@ -38,20 +37,18 @@ class Projection:
     scale: float = 1.0
     softcap: float | None = None
     size: int | None = None
+    count: int = field(init=False)  # N
+    vocabulary: int = field(init=False)  # number of ids that exist
+    wide: torch.dtype = field(init=False)  # of sums: fp64 for fp64 hidden states, else fp32
 
     def __post_init__(self) -> None:
+        rows = self.weight.shape[0]
+        object.__setattr__(self, "count", self.hidden.shape[0])
+        object.__setattr__(self, "vocabulary", rows if self.size is None else min(self.size, rows))
+        object.__setattr__(self, "wide", torch.promote_types(self.hidden.dtype, torch.float32))
         if self.bias is not None:
             lowest = max(LOG_ZERO, torch.finfo(self.bias.dtype).min)  # float16 cannot represent LOG_ZERO
             object.__setattr__(self, "bias", self.bias.clamp(min=lowest))
-
-    @property
-    def vocabulary(self) -> int:
-        rows = self.weight.shape[0]
-        return rows if self.size is None else min(self.size, rows)
-
-    @property
-    def count(self) -> int:
-        return self.hidden.shape[0]
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.count} tokens, {self.vocabulary} ids, {self.hidden.dtype}, {self.hidden.device})"
@@ -88,8 +85,7 @@ class Logits(Projection):
         return cls(logits, logits.detach().new_empty(logits.shape[1], 0))
 
     def logits(self, size: int | None = None) -> Tensor:
-        wide = torch.promote_types(self.hidden.dtype, torch.float32)
-        return self.hidden[:, : self.vocabulary if size is None else size].to(wide).clamp(min=LOG_ZERO)
+        return self.hidden[:, : self.vocabulary if size is None else size].to(self.wide).clamp(min=LOG_ZERO)
 
 
 def as_projection(name: str, given: Any) -> Projection:

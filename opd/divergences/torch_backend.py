@@ -7,18 +7,18 @@ of a divergence's dozen elementwise passes would read main memory. Backward only
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from opd.divergences.formulas import Formula, entropy
+from opd.divergences.kinds import LOG_ZERO, Closure, Formula, Side, entropy
 from opd.divergences.projection import (
-    LOG_ZERO,
     MergeGroups,
     Mixture,
     Projection,
@@ -29,10 +29,10 @@ from opd.divergences.projection import (
     source_log_probs,
     upload,
 )
-from opd.divergences.supports import TopRows, Truncation, closed, gather, largest, on_support, spread_outside
+from opd.records import TopK
 
 Compute = Callable[[tuple[bool, ...]], tuple[Tensor, list[Tensor | None]]]
-Scale = Callable[[Tensor, Tensor], None]
+Scale = Callable[[Tensor, Tensor], object]
 BLOCK_BYTES = 2 << 20  # of one (block, V) array on a CPU; several exist at once
 
 
@@ -47,14 +47,6 @@ def block_rows(array: Tensor) -> int:
     return max(1, BLOCK_BYTES // max(array.shape[1] * array.element_size(), 1))
 
 
-def wide_dtype(tensor: Tensor) -> torch.dtype:
-    return torch.promote_types(tensor.dtype, torch.float32)
-
-
-def scale_(grad: Tensor, factor: Tensor) -> None:
-    grad.mul_(factor)
-
-
 class GradientInForward(torch.autograd.Function):
     """`compute(needs)` returns the loss and the gradients of hidden states, head and bias; backward only scales them.
 
@@ -64,7 +56,7 @@ class GradientInForward(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, compute: Compute, scale: Scale = scale_
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, compute: Compute, scale: Scale
     ) -> Tensor:
         ctx.needs = ctx.needs_input_grad[:3]
         loss, ctx.grads = compute(ctx.needs)
@@ -95,7 +87,7 @@ def chunked_divergence(
 ) -> tuple[Tensor, list[Tensor | None]]:
     """The loss and the gradients; the statistics of each block are appended to `sink`."""
     grads, device = HeadGradients(student, needs), student.hidden.device
-    total = torch.zeros((), dtype=wide_dtype(student.hidden), device=device)
+    total = torch.zeros((), dtype=student.wide, device=device)
     for rows in slices(student.count, chunk):
         raw = matmul(student.hidden[rows], student.weight[: job.size].T)
         part = teacher.rows(rows)
@@ -105,7 +97,7 @@ def chunked_divergence(
             log_t = None if part_log_t is None else part_log_t[block]
             t = None if log_t is None else log_t.exp()
             if isinstance(part, Projection) and raw_t is not None:
-                log_t, t = log_softmax_(raw_t[block], part, job)
+                log_t, t, *_ = log_softmax_(raw_t[block], part, job)
             index = torch.arange(rows.start + block.start, rows.start + block.stop, device=device)
             loss, observed = gradient_rows(
                 job.rows(index), student, raw[block], log_t, t, part.rows(block), index, any(needs)
@@ -117,18 +109,25 @@ def chunked_divergence(
     return total, grads.finish()
 
 
-def log_softmax_(raw: Tensor, projection: Projection, job: Job) -> tuple[Tensor, Tensor]:
-    """Log-probs of a block, written over the head's products, and probabilities."""
+def log_softmax_(raw: Tensor, projection: Projection, job: Job) -> tuple[Tensor, Tensor, Tensor, Events | None]:
+    """Of a block: log-probs (written over the head's products), probabilities, (n, 1) normalisers, and merged events.
+
+    It takes a single exponential.
+    """
     logits = transform_(raw, projection, job.temperature)
-    Events.merge_(logits, job.merge)
-    return softmax_(logits)[:2]
+    events = Events.merge_(logits, job.merge)
+    top = logits.amax(-1, keepdim=True)
+    probs = logits.sub_(top).exp()
+    total = probs.sum(-1, keepdim=True)
+    rest = total.log()
+    return logits.sub_(rest), probs.div_(total), rest.add_(top), events
 
 
 class HeadGradients:
     """Sums of the gradients of hidden states, head and bias over chunks; the head's is accumulated in fp32."""
 
     def __init__(self, student: Projection, needs: tuple[bool, ...]) -> None:
-        self._student, wide = student, wide_dtype(student.hidden)
+        self._student, wide = student, student.wide
         hidden, weight, bias = student.hidden, student.weight, student.bias
         self.hidden = torch.zeros_like(hidden) if needs[0] else None
         self.weight = torch.empty_like(weight, dtype=wide) if needs[1] else None
@@ -178,7 +177,7 @@ class ChunkedLogprobs(torch.autograd.Function):
         chunk: int,
     ) -> Tensor:
         size, targets = projection.vocabulary, canonical_ids(ids, merge)
-        normaliser = hidden.new_zeros(hidden.shape[0], dtype=wide_dtype(hidden))
+        normaliser = hidden.new_zeros(hidden.shape[0], dtype=projection.wide)
         logprobs = torch.zeros_like(normaliser)
         for rows in slices(hidden.shape[0], chunk):
             raw = matmul(hidden[rows], weight[:size].T)
@@ -224,13 +223,13 @@ class ChunkedLogprobs(torch.autograd.Function):
 def chunked_statistics(job: Job, student: Projection, teacher: Source | None, chunk: int) -> Iterator[RowStatistics]:
     """Values without gradients, for gates that need the whole batch first."""
     for rows in slices(student.count, chunk):
-        log_s, s = log_softmax_(matmul(student.hidden[rows], student.weight[: job.size].T), student, job)
+        log_s, s, *_ = log_softmax_(matmul(student.hidden[rows], student.weight[: job.size].T), student, job)
         log_t, t = None, None
         if isinstance(teacher, Mixture):
             log_t = teacher.rows(rows).log_probs(job.size, job.merge, job.temperature)
             t = log_t.exp()
         elif teacher is not None:
-            log_t, t = log_softmax_(matmul(teacher.hidden[rows], teacher.weight[: job.size].T), teacher, job)
+            log_t, t, *_ = log_softmax_(matmul(teacher.hidden[rows], teacher.weight[: job.size].T), teacher, job)
         index = torch.arange(rows.start, rows.stop, device=student.hidden.device)
         value = None if log_t is None or job.formula is None else job.formula(log_s, log_t)
         yield job.rows(index).observe(index, log_s, log_t, value, s, t)
@@ -238,7 +237,7 @@ def chunked_statistics(job: Job, student: Projection, teacher: Source | None, ch
 
 def likeliest_rows(job: Job, projection: Projection, k: int, apart: list[int]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Ids and log-probs of `apart` and the k likeliest others, most likely first; log masses of other ids and of `apart`."""
-    log_p, _ = log_softmax_(matmul(projection.hidden, projection.weight[: job.size].T), projection, job)
+    log_p, *_ = log_softmax_(matmul(projection.hidden, projection.weight[: job.size].T), projection, job)
     members = torch.tensor(apart, dtype=torch.long, device=log_p.device)
     own = log_p[:, members]
     values, likely = largest(log_p.index_fill_(-1, members, -torch.inf), min(k, job.size - len(apart)))
@@ -246,6 +245,284 @@ def likeliest_rows(job: Job, projection: Projection, k: int, apart: list[int]) -
     tail = log_p.scatter_(-1, likely, -torch.inf).logsumexp(-1).clamp(min=LOG_ZERO)
     logprobs, order = torch.cat([values, own], -1).sort(dim=-1, descending=True, stable=True)
     return ids.gather(-1, order), logprobs, tail, own.logsumexp(-1)
+
+
+# --- Divergences on part of the vocabulary: which ids, and how to treat the mass outside ---
+#
+# A sum over a support A is not a divergence by itself: its gradient is not 0 at S = T (it pushes mass into A or out of
+# it). The closure sets how the rest is treated:
+#
+#     tail           one more event holds the rest of each side (default; exact for the coarse-grained distributions)
+#     renormalised   both sides are conditioned on A; the mass outside is ignored
+#     teacher_renormalised   T alone is: forward KL to T conditioned on A, least where S has no mass outside A (EOPD)
+#     generalised    f~(u) = f(u) - f'(1)(u - 1) on A: zero with zero gradient at S = T, still an estimate
+#     none           the bare sum. Not a divergence; included to reproduce published results
+#
+# With whole rows of log-probs, the tail is the log-sum-exp of the ids outside A, which is exact however small it is. One
+# minus the sum over A is not exact: the sum is near 1, and each log-prob in it is a logit minus a normaliser, rounded like
+# numbers up to 64: to 4e-6 in fp32. If a server sends only A, there is no other way; `TopRows.vague` marks the rows with a
+# smaller, hence unknown, tail.
+
+
+Support = Literal["full", "topk", "ids"]
+SMALL_MASS = 1e-20  # smaller sums of probabilities may have lost terms to underflow
+SUM_STEPS = 32  # error bound of the sum of a row's listed masses, in epsilons of the type
+TOP_BLOCK = 64  # ids per block in the search for the k likeliest; a block is represented by its maximum
+
+
+@dataclass(frozen=True)
+class Truncation:
+    """How a divergence is restricted to a support; `support="full"` means no restriction."""
+
+    support: Support = "full"
+    k: int | None = None
+    side: Side = "teacher"
+    closure: Closure = "tail"
+    with_sampled: bool = False
+
+    def choose(
+        self, log_s: Tensor, log_t: Tensor, ids: Tensor | None, merge: MergeGroups, tokens: Tensor | None = None
+    ) -> Tensor:
+        """(N, K) ids of the support, -1 if a row has fewer: top-k of one side or both, or the given ids as a set."""
+        if self.support == "ids":
+            assert ids is not None
+            return unique_ids(canonical_ids(ids, merge))
+        k = min(self.k or log_s.shape[-1], log_s.shape[-1])
+        sides = {"teacher": (log_t,), "student": (log_s,), "union": (log_t, log_s)}[self.side]
+        chosen = torch.cat([largest(side, k)[1] for side in sides], dim=-1)
+        return self.joined(chosen, tokens, merge)
+
+    def joined(self, chosen: Tensor, tokens: Tensor | None, merge: MergeGroups) -> Tensor:
+        """The ids of one side or both as a set, with the sampled token if it belongs to the support."""
+        if self.with_sampled:
+            assert tokens is not None
+            chosen = torch.cat([chosen, canonical_ids(tokens, merge)[:, None]], -1)
+        return unique_ids(chosen) if self.side == "union" or self.with_sampled else chosen
+
+
+def largest(values: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """`values.topk(k)` of every row. On a GPU, long rows avoid a full sort: see `largest_by_blocks`."""
+    if values.is_cuda and values.shape[-1] > 4 * k * TOP_BLOCK:
+        return largest_by_blocks(values, k)
+    found = values.topk(k, dim=-1)
+    return found.values, found.indices
+
+
+def largest_by_blocks(values: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """`values.topk(k)` from the k blocks with the largest maxima and the columns after the last block.
+
+    No other block can contain one of the k largest values.
+    """
+    rows, size = values.shape
+    blocks = size // TOP_BLOCK
+    inside = torch.arange(TOP_BLOCK, device=values.device)
+    maxima = values[:, : blocks * TOP_BLOCK].unflatten(-1, (blocks, TOP_BLOCK)).amax(-1)
+    chosen = maxima.topk(min(k, blocks), dim=-1, sorted=False).indices
+    remaining = torch.arange(blocks * TOP_BLOCK, size, device=values.device).expand(rows, -1)
+    columns = torch.cat([(chosen[:, :, None] * TOP_BLOCK + inside).flatten(1), remaining], -1)
+    found = values.gather(-1, columns).topk(k, dim=-1)
+    return found.values, columns.gather(-1, found.indices)
+
+
+def unique_ids(ids: Tensor) -> Tensor:
+    """Distinct ids of a row in ascending order; duplicates become -1. Monte-Carlo draws may repeat, sets may not."""
+    ordered = ids.sort(-1).values
+    repeated = torch.zeros_like(ordered, dtype=torch.bool)
+    repeated[:, 1:] = ordered[:, 1:] == ordered[:, :-1]
+    return ordered.masked_fill(repeated, -1)
+
+
+def gather(logprobs: Tensor, ids: Tensor) -> Tensor:
+    """Log-probs at `ids`; log 0 for an id of -1."""
+    return logprobs.gather(-1, ids.clamp(min=0)).masked_fill(ids < 0, LOG_ZERO)
+
+
+def complement(logprobs: Tensor, ids: Tensor) -> Tensor:
+    """(N, V) log-probs with log 0 at `ids`; -1 means no id."""
+    rows, size = logprobs.shape
+    chosen = torch.zeros(rows, size + 1, dtype=torch.bool, device=logprobs.device)
+    chosen.scatter_(-1, torch.where(ids < 0, size, ids), True)  # the last column collects the -1 entries
+    return logprobs.masked_fill(chosen[:, :size], LOG_ZERO)
+
+
+def outside(logprobs: Tensor, ids: Tensor) -> Tensor:
+    """(N, 1) log of the mass outside `ids`, from whole rows (N, V); log 0 if nothing is outside."""
+    return complement(logprobs, ids).logsumexp(-1, keepdim=True)
+
+
+def spread_outside(logprobs: Tensor, probs: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
+    """(N, V) the distribution over the ids outside `ids`, 0 at `ids`; and (N, 1) `outside`. No gradients.
+
+    On a CPU, a sum of probabilities costs a tenth of a log-sum-exp and is as exact, unless they are near the smallest
+    float.
+    """
+    if probs.device.type != "cpu":
+        rest = complement(logprobs, ids)
+        tail = rest.logsumexp(-1, keepdim=True)
+        return rest.sub_(tail).exp_(), tail
+    places = ids.clamp(min=0)
+    rest = probs.scatter_add(-1, places, -probs.gather(-1, places).masked_fill_(ids < 0, 0))
+    mass = rest.sum(-1, keepdim=True)
+    rest, tail = rest.div_(mass), mass.log()
+    if (small := (mass.squeeze(-1) < SMALL_MASS).nonzero().squeeze(-1)).numel():
+        few = complement(logprobs[small], ids[small])
+        tail[small] = few.logsumexp(-1, keepdim=True)
+        rest[small] = few.sub_(tail[small]).exp_()
+    return rest, tail
+
+
+def on_support(logprobs: Tensor, ids: Tensor, closure: Closure, probs: Tensor | None = None) -> Tensor:
+    """(N, K) log-probs at `ids`, from whole rows (N, V); the closure `tail` adds one column for the tail.
+
+    Given `probs`, it may be cheaper, but has no gradients.
+    """
+    chosen = gather(logprobs, ids)
+    if closure != "tail":
+        return chosen
+    tail = outside(logprobs, ids) if probs is None else spread_outside(logprobs, probs, ids)[1]
+    return torch.cat([chosen, tail], -1)
+
+
+def sum_resolution(dtype: torch.dtype) -> float:
+    """The smallest mass that one minus a sum of masses can distinguish from 0, for log-probs of this type.
+
+    >>> f"{sum_resolution(torch.float32):.1e}"
+    '3.8e-06'
+    """
+    return SUM_STEPS * torch.finfo(dtype).eps
+
+
+def unlisted(logprobs: Tensor, resolution: float) -> Tensor:
+    """(N,) log of one minus the sum of the listed masses (N, K), for when the other ids are not listed.
+
+    At least log `resolution`.
+    """
+    return (1 - logprobs.exp().sum(-1)).clamp(min=resolution).log()
+
+
+def closed(formula: Formula, closure: Closure, student: Tensor, teacher: Tensor) -> Tensor:
+    """(N,) divergence from the support's log-probs (N, K), differentiable in `student`.
+
+    For the closure `tail` their last column is the tail.
+    """
+    if closure == "renormalised":
+        return formula(student - student.logsumexp(-1, keepdim=True), teacher - teacher.logsumexp(-1, keepdim=True))
+    if closure == "teacher_renormalised":
+        return formula(student, teacher - teacher.logsumexp(-1, keepdim=True))
+    if closure == "generalised":
+        slope = formula.slope_at_one
+        if slope is None:
+            raise ValueError(f"{formula.kind} is not an f-divergence: closure generalised does not apply; use tail")
+        return formula(student, teacher) - slope * (teacher.exp() - student.exp()).sum(-1)
+    return formula(student, teacher)
+
+
+@dataclass(frozen=True, eq=False)
+class TopRows:
+    """A prepared `TopK`: groups merged, on the device, -1 for missing ids."""
+
+    ids: Tensor  # (N, K)
+    logprobs: Tensor  # (N, K), LOG_ZERO where ids is -1
+    tail: Tensor  # (N,) log of the mass outside
+    vague: Tensor  # (N,) bool: the mass outside is unknown, but at most `tail`
+
+    @property
+    def count(self) -> int:
+        return self.ids.shape[0]
+
+    def rows(self, index: slice) -> TopRows:
+        return TopRows(self.ids[index], self.logprobs[index], self.tail[index], self.vague[index])
+
+    def on_support(self, closure: Closure) -> Tensor:
+        """(N, K) log-probs; the closure `tail` adds one column for the tail."""
+        return torch.cat([self.logprobs, self.tail[:, None]], -1) if closure == "tail" else self.logprobs
+
+    def seen(self, student: Tensor) -> Tensor:
+        """(N, K + 1) log-probs of the student with its tail.
+
+        If the teacher's tail is vague, a smaller student tail counts as equal and has no gradient.
+        """
+        tail = torch.where(self.vague & (student[:, -1] < self.tail), self.tail, student[:, -1])
+        return torch.cat([student[:, :-1], tail[:, None]], -1)
+
+    @classmethod
+    def of(
+        cls,
+        top: TopK,
+        device: torch.device,
+        dtype: torch.dtype,
+        merge: MergeGroups,
+        size: int,
+        k: int | None,
+        tau: float,
+    ) -> TopRows:
+        """Merge groups, then keep the `k` likeliest events.
+
+        With `stop_logprob` the first group is one known event. A group that is complete in a row is summed; an
+        incomplete one goes to the tail, on both sides. At a temperature `tau` other than 1, a sum is known only from
+        its members.
+        """
+        ids = torch.as_tensor(top.ids).to(device=device, dtype=torch.long)
+        given = torch.as_tensor(top.logprobs)
+        logprobs = given.to(device=device, dtype=dtype)
+        listed = (ids >= 0) & ~logprobs.isnan()
+        known = listed & (ids < size)
+        joining = [(logprobs / tau).masked_fill(~listed | known, LOG_ZERO)]  # masses that move to the tail
+        ids, logprobs = ids.masked_fill(~known, -1), (logprobs / tau).masked_fill(~known, LOG_ZERO)
+        leaving = torch.full_like(known[:, 0], tau != 1.0)  # whether part of the tail became an event
+        groups = [[index for index in dict.fromkeys(group) if index < size] for group in merge]
+        for number, group in enumerate(groups):
+            stop_known = number == 0 and tau == 1.0
+            stop = torch.as_tensor(top.stop_logprob).to(device=device, dtype=dtype) if stop_known else None
+            ids, logprobs, incomplete, partly = merge_top(ids, logprobs, group, stop)
+            joining.append(incomplete)
+            leaving |= partly
+        if k is not None and k < ids.shape[-1]:
+            every, (logprobs, columns) = logprobs, logprobs.topk(k, dim=-1)
+            ids = ids.gather(-1, columns)
+            joining.append(every.scatter(-1, columns, LOG_ZERO))
+        whole = (ids >= 0).sum(-1) == size - sum(max(len(group) - 1, 0) for group in groups)
+        return cls(ids, logprobs, *_tail_of(top, logprobs, torch.cat(joining, -1), leaving, whole, given.dtype))
+
+
+def _tail_of(
+    top: TopK, logprobs: Tensor, joining: Tensor, leaving: Tensor, whole: Tensor, given: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """(N,) log tail, and (N,) whether it is vague.
+
+    The tail is the one that was sent plus `joining`, or one minus the sum if none was sent or it is wrong. `whole`: rows
+    with the whole vocabulary as support, so that nothing is outside.
+    """
+    resolution = max(sum_resolution(dtype) for dtype in (given, logprobs.dtype))
+    sent = torch.as_tensor(top.tail).to(logprobs).clamp(min=LOG_ZERO)
+    tail = torch.cat([sent[:, None], joining], -1).logsumexp(-1)
+    floor = math.log(resolution / SUM_STEPS)  # earlier versions sent this value for any smaller tail
+    unknown = sent.isnan() | ((sent - floor).abs() < 1e-3) | leaving | (logprobs.exp().sum(-1) > 1 + resolution)
+    tail = torch.where(unknown, unlisted(logprobs, resolution), tail).masked_fill(whole, LOG_ZERO)
+    return tail, unknown & ~whole & (tail < math.log(resolution) + 1e-3)
+
+
+def merge_top(
+    ids: Tensor, logprobs: Tensor, group: list[int], stop: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Add a column with one event per row for `group`: its given mass, else the sum of all members, else none.
+
+    Also returns (N, K) log-probs of the members in rows without an event, and (N,) whether the given mass covers more
+    ids than are listed.
+    """
+    if len(group) < 2:
+        return ids, logprobs, logprobs[:, :0], torch.zeros_like(ids[:, 0], dtype=torch.bool)
+    member = torch.isin(ids, torch.tensor(group, device=ids.device))
+    of_members = torch.where(member, logprobs, LOG_ZERO)
+    total = of_members.logsumexp(-1)
+    complete = all_listed = member.sum(-1) == len(group)
+    if stop is not None:
+        total, complete = torch.where(stop.isnan(), total, stop), complete | ~stop.isnan()
+    event = torch.where(complete, group[0], -1)
+    ids = torch.cat([ids.masked_fill(member, -1), event[:, None]], -1)
+    column = torch.where(complete, total, torch.full_like(total, LOG_ZERO))
+    logprobs = torch.cat([logprobs.masked_fill(member, LOG_ZERO), column[:, None]], -1)
+    return ids, logprobs, of_members.masked_fill(complete[:, None], LOG_ZERO), complete & ~all_listed
 
 
 # --- One block of rows: from raw logits to statistics and, in place, the gradient of the weighted loss ---
@@ -301,11 +578,9 @@ class Job:
     overlap: int | None = None
 
     def rows(self, index: Tensor | slice) -> Job:
-        def cut(value: Tensor | None) -> Tensor | None:
-            return None if value is None else value[index]
-
-        weight = cut(self.weight) if isinstance(self.weight, Tensor) else self.weight
-        return replace(self, weight=weight, tokens=cut(self.tokens), ids=cut(self.ids))
+        weight = self.weight[index] if isinstance(self.weight, Tensor) else self.weight
+        tokens = None if self.tokens is None else self.tokens[index]
+        return replace(self, weight=weight, tokens=tokens, ids=None if self.ids is None else self.ids[index])
 
     def row_weight(self, statistics: RowStatistics) -> Tensor:
         """(n,) weights. They are applied in the forward pass, because the head's gradient is summed over rows right after."""
@@ -319,29 +594,24 @@ class Job:
         self, index: Tensor, log_s: Tensor, log_t: Tensor | None, value: Tensor | None, s: Tensor, t: Tensor | None
     ) -> RowStatistics:
         """Statistics of whole rows of log-probs; `s` and `t` are the probabilities, computed once by the caller."""
-        first = self.merge[0][0] if self.merge else None
-
-        def at_tokens(logprobs: Tensor | None) -> Tensor | None:
-            if self.tokens is None or logprobs is None:
-                return None
-            return logprobs.gather(-1, canonical_ids(self.tokens, self.merge)[:, None]).squeeze(-1)
-
-        def stop(logprobs: Tensor | None) -> Tensor | None:
-            return None if first is None or logprobs is None else logprobs[:, first].exp()
-
-        whole = self.formula == Formula("reverse_kl") and self.truncation.support == "full"
+        tokens = None if self.tokens is None else canonical_ids(self.tokens, self.merge)[:, None]
+        logprob = None if tokens is None else log_s.gather(-1, tokens).squeeze(-1)
+        stop = log_s[:, self.merge[0][0]].exp() if self.merge else None
         entropy = -row_dot(s, log_s)
+        if log_t is None or t is None:
+            return RowStatistics(index, entropy, value, logprob=logprob, stop=stop)
+        whole = self.formula == Formula("reverse_kl") and self.truncation.support == "full"
         return RowStatistics(
             index,
             entropy,
             value,
-            None if log_t is None or t is None else -row_dot(t, log_t),
-            None if log_t is None else value if whole else -entropy - row_dot(s, log_t),
-            at_tokens(log_s),
-            at_tokens(log_t),
-            top_overlap(log_s, log_t, self.overlap) if self.overlap and log_t is not None else None,
-            stop(log_s),
-            stop(log_t),
+            -row_dot(t, log_t),
+            value if whole else -entropy - row_dot(s, log_t),
+            logprob,
+            None if tokens is None else log_t.gather(-1, tokens).squeeze(-1),
+            top_overlap(log_s, log_t, self.overlap) if self.overlap else None,
+            stop,
+            log_t[:, self.merge[0][0]].exp() if self.merge else None,
         )
 
 
@@ -388,7 +658,7 @@ def support_ids(job: Job, log_s: Tensor, log_t: Tensor | None, teacher: Source |
     if job.truncation.support == "full":
         return None
     assert log_t is not None
-    return job.truncation.choose(log_s, log_t, job.ids, job.merge)
+    return job.truncation.choose(log_s, log_t, job.ids, job.merge, job.tokens)
 
 
 def _value(
@@ -471,15 +741,6 @@ def transform_(raw: Tensor, projection: Projection, temperature: float) -> Tenso
     return raw.mul_(projection.scale / projection.softcap).tanh_().mul_(projection.softcap / temperature)
 
 
-def softmax_(logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Log-probs (in the logits' memory), probabilities, and (n, 1) normalisers, with a single exponential."""
-    top = logits.amax(-1, keepdim=True)
-    probs = logits.sub_(top).exp()
-    total = probs.sum(-1, keepdim=True)
-    rest = total.log()
-    return logits.sub_(rest), probs.div_(total), rest.add_(top)
-
-
 def untransform_(grad: Tensor, logits: Tensor, projection: Projection, temperature: float) -> Tensor:
     """Chain rule back through `transform_`, in place; `logits` are its output."""
     if projection.softcap is not None:
@@ -499,16 +760,18 @@ def gradient_rows(
 ) -> tuple[Tensor, RowStatistics]:
     """Weighted sum and statistics of a block; `raw` (n, V), the head's products, is overwritten by their gradient."""
     assert job.formula is not None
-    logits = transform_(raw, student, job.temperature)
-    events = Events.merge_(logits, job.merge)
-    log_s, s, normaliser = softmax_(logits)
-    ids = support_ids(job, log_s, log_t, teacher)
-    if ids is None:
+    log_s, s, normaliser, events = log_softmax_(raw, student, job)
+    if job.truncation.support == "full":
         assert log_t is not None
         assert t is not None
-        loss, statistics, grad = _full_gradient(job, log_s, log_t, s, t, index)
+        phi, slope = job.formula.terms(log_s, log_t, s, t)
+        value, factor = job.formula.outer(phi.sum(-1))
+        mean = value if phi is slope else slope.sum(-1)
+        statistics = job.observe(index, log_s, log_t, value, s, t)
+        weight = job.row_weight(statistics)
+        loss, grad = (value * weight).sum(), slope.addcmul_(s, -mean[:, None]).mul_((factor * weight)[:, None])
     else:
-        loss, statistics, grad = _sparse_gradient(job, log_s, log_t, s, t, ids, teacher, index)
+        loss, statistics, grad = _sparse_gradient(job, log_s, log_t, s, t, teacher, index)
     if not grads:
         return loss, statistics
     at_members = None if events is None else grad[:, events.event] * events.share
@@ -519,30 +782,18 @@ def gradient_rows(
     return loss, statistics
 
 
-def _full_gradient(
-    job: Job, log_s: Tensor, log_t: Tensor, s: Tensor, t: Tensor, index: Tensor
-) -> tuple[Tensor, RowStatistics, Tensor]:
-    assert job.formula is not None
-    phi, slope = job.formula.terms(log_s, log_t, s, t)
-    value, factor = job.formula.outer(phi.sum(-1))
-    mean = value if phi is slope else slope.sum(-1)
-    statistics = job.observe(index, log_s, log_t, value, s, t)
-    weight = job.row_weight(statistics)
-    grad = slope.addcmul_(s, -mean[:, None]).mul_((factor * weight)[:, None])
-    return (value * weight).sum(), statistics, grad
-
-
 def _sparse_gradient(
     job: Job,
     log_s: Tensor,
     log_t: Tensor | None,
     s: Tensor,
     t: Tensor | None,
-    ids: Tensor,
     teacher: Source | TopRows,
     index: Tensor,
 ) -> tuple[Tensor, RowStatistics, Tensor]:
     """Autograd on the chosen log-probs and the tail, then the softmax's derivative by hand."""
+    ids = support_ids(job, log_s, log_t, teacher)
+    assert ids is not None
     tailed = job.truncation.closure == "tail"
     chosen, spread = gather(log_s, ids), s
     if tailed:
@@ -564,32 +815,3 @@ def _sparse_gradient(
     logit_grad = slope - probs * slope.sum(-1, keepdim=True)  # of the chosen ids, and of all others together
     grad = spread.mul_(logit_grad[:, k:])
     return loss.detach(), statistics, grad.scatter_add_(-1, ids.clamp(min=0), logit_grad[:, :k])
-
-
-# --- Custom divergences: autograd gives the gradient, a block of rows at a time ---
-
-
-@dataclass(frozen=True)
-class CustomFormula(Formula):
-    """A custom formula from log-probs (N, K) to values (N,), in place of a built-in kind."""
-
-    value: Callable[[Tensor, Tensor], Tensor] | None = None
-
-    def __call__(self, student: Tensor, teacher: Tensor) -> Tensor:
-        assert self.value is not None
-        return self.value(student, teacher)
-
-    @property
-    def slope_at_one(self) -> float | None:
-        return None
-
-    def terms(self, student: Tensor, teacher: Tensor, s: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
-        """The value, and its derivative with respect to log S, which takes the place of S times the slope."""
-        with torch.enable_grad():
-            leaf = student.detach().clone().requires_grad_()
-            value = self(leaf, teacher)
-            (slope,) = torch.autograd.grad(value.sum(), leaf)
-        return value.detach()[:, None], slope.clone()  # autograd may return a view of a single number
-
-    def outer(self, total: Tensor) -> tuple[Tensor, Tensor]:
-        return total, torch.ones_like(total)

@@ -20,14 +20,21 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from opd.divergences import triton_kernels
-from opd.divergences import triton_kernels as few
 from opd.divergences import triton_kernels as kernels
 from opd.divergences.compute import KernelPlan, aligned
-from opd.divergences.formulas import KINDS, Formula
-from opd.divergences.projection import LOG_ZERO, Mixture, Projection, Source, canonical_ids, matmul, upload
-from opd.divergences.supports import closed, largest, unique_ids
-from opd.divergences.torch_backend import Events, Job, RowStatistics, Weight, slices, transform_
+from opd.divergences.kinds import KINDS, LOG_ZERO, Formula
+from opd.divergences.projection import Mixture, Projection, Source, canonical_ids, matmul, upload
+from opd.divergences.torch_backend import (
+    Events,
+    Job,
+    RowStatistics,
+    Weight,
+    closed,
+    largest,
+    slices,
+    transform_,
+    unique_ids,
+)
 from opd.divergences.triton_kernels import largest_columns, takes
 
 
@@ -273,7 +280,7 @@ class TileEngine:
 
     def close(self, rows: slice) -> tuple[Tensor, ...]:
         """(n,) each, for finished rows: normalisers and entropies of both sides, reverse and forward KL."""
-        return few.closing_values(self.state[:, rows], both=self.teacher is not None)
+        return kernels.closing_values(self.state[:, rows], both=self.teacher is not None)
 
     @property
     def needs_sums(self) -> bool:
@@ -329,7 +336,7 @@ class TileEngine:
         if self.merged is not None:
             sides = self.merged.student[tile.rows], self.merged.teacher[tile.rows]
             sums = self.phi[tile.rows], self.slope[tile.rows]
-            events = few.event_gradient(
+            events = kernels.event_gradient(
                 *sides, self.state[:, tile.rows], *sums, weight, self.formula.parameter, self.kind
             )
             self.spread_over_members_(grad, tile, events)
@@ -370,7 +377,7 @@ class TileEngine:
         assert self.merged is not None
         merged, rows, factor = self.merged, tile.rows, self.student.scale / self.job.temperature
         here = *self._members_in(tile.columns), tile.columns.start
-        few.members_gradient_(
+        kernels.members_gradient_(
             grad, events, merged.share[rows], merged.logit[rows], merged.of_event, here, factor, tile.s
         )
 
@@ -561,7 +568,7 @@ def _cast(student: Projection, hidden: Tensor | None, weight: Tensor | None, bia
 def triton_scale_(grad: Tensor, factor: Tensor) -> None:
     if grad.numel():
         blocks = -(-grad.numel() // 4096)
-        triton_kernels.scale_kernel[(blocks,)](grad, factor, grad.numel(), BLOCK=4096, num_warps=8)
+        kernels.scale_kernel[(blocks,)](grad, factor, grad.numel(), BLOCK=4096, num_warps=8)
 
 
 # --- Divergences on part of the vocabulary: a few chosen columns per row, differentiated by autograd ---
@@ -618,13 +625,13 @@ class _Chosen:
         if self.tailed:
             engine.find_tokens(tile)
             self.ids = self._ids().contiguous()
-            student, teacher = few.take_chosen_(tile, self.ids, self.state, self.first, *self.events)
+            student, teacher = kernels.take_chosen_(tile, self.ids, self.state, self.first, *self.events)
             engine.fold_logits(tile)
-            self.rest = few.tail_logprobs_(student, teacher, self.state)
+            self.rest = kernels.tail_logprobs_(student, teacher, self.state)
         else:
             engine.fold(tile)
             self.ids, self.rest = self._ids().contiguous(), self.state
-            student, teacher = few.chosen_logprobs(tile, self.ids, self.state, self.first, *self.events)
+            student, teacher = kernels.chosen_logprobs(tile, self.ids, self.state, self.first, *self.events)
         self.student = student.requires_grad_()  # (n, K) log-probs; for the closure `tail` (n, K + 1)
         assert job.formula is not None
         with torch.enable_grad():
@@ -638,7 +645,7 @@ class _Chosen:
             return unique_ids(canonical_ids(job.ids, self.engine.groups))
         sides = {"teacher": (1,), "student": (0,), "union": (1, 0)}[truncation.side]
         chosen = torch.cat([self._top(side) for side in sides], -1)
-        return unique_ids(chosen) if truncation.side == "union" else chosen
+        return truncation.joined(chosen, job.tokens, self.engine.groups)
 
     def _top(self, side: int) -> Tensor:
         """The k largest of a side. Raw values have the order of logits; merged events, stored elsewhere, are added."""
@@ -677,7 +684,7 @@ class _Chosen:
         none = torch.full_like(total, -1, dtype=torch.int64)
         grad = engine.spread_gradient_(tile, none, -outside, self.rest)
         factor = engine.student.scale / self.job.temperature
-        events = few.chosen_gradient_(
+        events = kernels.chosen_gradient_(
             grad, ids, slope, total, outside, student, self.state, self.rest, self.first, self.events[0], factor, tile.s
         )
         if engine.merged is not None:

@@ -114,6 +114,10 @@ def _terms(ls, lt, a, KIND: tl.constexpr):
         root = high * tl.sqrt(near)
         phi = s + t - 2 * root
         slope = s - root
+    elif KIND == 9:  # detached_skew_reverse_kl
+        heavy = tl.where(up, 1 - a, a)
+        phi = s * (ls - top - _log(heavy + (1 - heavy) * near))
+        slope = phi
     else:  # acceptance
         phi = low
         slope = tl.where(up, -s, 0.0)

@@ -1,4 +1,8 @@
-"""Samplers that run alongside training, with their own copy of the student's weights."""
+"""Samplers in other threads, processes and ranks.
+
+`ThreadSampler` and `SamplerProcesses` run alongside training, with their own copy of the student's weights. `SharedSampler` shares
+requests among ranks.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +20,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import islice
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Annotated, Any, Protocol
@@ -23,20 +28,20 @@ from typing import Annotated, Any, Protocol
 import numpy as np
 import torch
 
-from opd.common.errors import OpdError, TrainingError
+from opd.common.context import Peers
+from opd.common.errors import OpdError, Stopped, TrainingError
 from opd.common.messages import read_message, write_message
 from opd.common.text import plain
 from opd.engines import builtin  # noqa: F401  (imported early, so that a sampler process is ready before it gets its facts)
 from opd.engines.kinds import SAMPLERS, InFlight, SamplerKind
 from opd.engines.prefork import taken
-from opd.engines.shared_sampler import dealt
 from opd.models import load_model
 from opd.models.language_model import LanguageModel
 from opd.records import Author, Finished, Rollout, SampledToken, SampleRequest, TokenSampler, WeightsRef
-from opd.registry import by_hand
+from opd.registry import validate_settings
 from opd.store import RolloutStore
-from opd.store.reading import SamplerLog, folder_of
-from opd.store.records import COLUMNS
+from opd.store.log import TOKEN_COLUMNS
+from opd.store.rollouts import SamplerLog, folder_of
 
 
 class NewestWeights(Protocol):
@@ -152,7 +157,7 @@ class AheadSampler:
                     break
             if isinstance(events, Generator):  # drawn tokens that were not yielded are drawn again
                 events.close()
-            waiting = {name: _going_on(request, written[name]) for name, request in waiting.items()}
+            waiting = {name: _continued(request, written[name]) for name, request in waiting.items()}
 
 
 class ThreadSampler(AheadSampler):
@@ -169,7 +174,7 @@ class ThreadSampler(AheadSampler):
         self._handover.put(weights)
 
 
-def _going_on(request: SampleRequest, tokens: list[int]) -> SampleRequest:
+def _continued(request: SampleRequest, tokens: list[int]) -> SampleRequest:
     """The same request, resumed after these tokens."""
     if not tokens:
         return request
@@ -198,15 +203,15 @@ class SamplerProcess:
         facts: Mapping[str, Any],
         weights: SharedWeights,
         store: RolloutStore,
-        say: Callable[[str], None],
+        report: Callable[[str], None],
     ) -> None:
         self.number, self._facts, self._weights = number, dict(facts), weights
-        self._store, self._say = store, say
+        self._store, self._report = store, report
         self.open: list[SampleRequest] = []
         self._log: int | None = None
         self._part: tuple[Any, ...] = ()  # the last message with requests
         self._author = Author.STUDENT
-        self._deaths, self._words = 0, ""
+        self._deaths, self._output = 0, ""
         self._start()
 
     def _start(self) -> None:
@@ -215,13 +220,13 @@ class SamplerProcess:
         with contextlib.suppress(ConnectionError):
             socket.send_fds(begun.line, [WEIGHTS], [self._weights.descriptor])
         self.connection, self.ready = Connection(begun.line.detach()), False
-        self._tell(self._facts)
+        self._send(self._facts)
 
-    def _tell(self, value: Any) -> None:
-        with contextlib.suppress(ConnectionError):  # if it is gone, the next read will show it
+    def _send(self, value: Any) -> None:
+        with contextlib.suppress(ConnectionError):  # if the process has exited, the next read shows it
             self.connection.send_bytes(write_message(value))
 
-    def ask(self, requests: Sequence[SampleRequest], author: Author) -> None:
+    def send(self, requests: Sequence[SampleRequest], author: Author) -> None:
         """Send requests whose rollouts the store has begun. No other process may have them."""
         if self.connection.closed:
             self._start()
@@ -230,51 +235,51 @@ class SamplerProcess:
             self._log = self._store.open_sampler_log(self._log)
             self._part = part_of(self.open, self._store, self._log, author)
             if self.ready:
-                self._tell(self._part)
+                self._send(self._part)
 
-    def hear(self) -> int:
+    def receive(self) -> int:
         """Read the next message; returns its count of new tokens. If the process is gone, a new one resumes its work."""
         try:
-            kind, told = read_message(self.connection.recv_bytes())
+            kind, content = read_message(self.connection.recv_bytes())
         except (EOFError, OSError):  # possibly in the middle of a message
-            self._again()
+            self._restart()
             return 0
         if kind == FAILED:
-            raise TrainingError(f"sampler process {self.number}: {told}")
+            raise TrainingError(f"sampler process {self.number}: {content}")
         if kind == READY:
             self.ready = True
-            self._tell(self._part)
+            self._send(self._part)
             return 0
         if kind == DRAWN:
-            return int(told)
+            return int(content)
         self._deaths = 0
-        for row, facts in told:
+        for row, facts in content:
             self._store.link(row, facts)
         self.open = []
         return 0
 
-    def _again(self) -> None:
+    def _restart(self) -> None:
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(LEAVE)
-        self.hang_up()
+        self.close_connection()
         self.end()
-        left = self._left()
+        left = self._unfinished()
         # tokens do not count: a process that dies of a certain request draws others first
         finished = len(left) < len(self.open)
         self._deaths = 1 if finished else self._deaths + 1
         if self._deaths > DEATHS:
             raise TrainingError(
-                f"sampler process {self.number} has ended {self._deaths} times without an answer between (exit code "
-                f"{self.process.returncode}): {self._words or 'it said nothing'}. What was sampled is kept. Mend it, set "
-                "sampler.processes to less, or to 0, and `opd resume`."
+                f"sampler process {self.number} has ended {self._deaths} times without finishing an answer in between (exit code "
+                f"{self.process.returncode}): {self._output or 'no output'}. What was sampled is kept. Fix the cause, set "
+                "sampler.processes to a lower number, or to 0, and `opd resume`."
             )
-        last = self._words.rsplit("\\n", 1)[-1] or "it said nothing"
-        self._say(
-            f"sampler process {self.number} has ended (exit code {self.process.returncode}: {last}); it is started again"
+        last = self._output.rsplit("\\n", 1)[-1] or "no output"
+        self._report(
+            f"sampler process {self.number} has ended (exit code {self.process.returncode}: {last}); restarting it"
         )
-        self.ask(left, self._author)
+        self.send(left, self._author)
 
-    def _left(self) -> list[SampleRequest]:
+    def _unfinished(self) -> list[SampleRequest]:
         """The unfinished requests, after the store has taken the contents of the log."""
         self.settle()
         unfinished = set(self._store.unfinished())
@@ -286,7 +291,7 @@ class SamplerProcess:
             self._store.settle(self._log)
         self._log = None
 
-    def hang_up(self) -> None:
+    def close_connection(self) -> None:
         """Close the connection. The process then makes its tokens durable, and exits."""
         self.ready = self.ready or self.connection.poll()
         with socket.socket(fileno=os.dup(self.connection.fileno())) as line, contextlib.suppress(OSError):
@@ -294,20 +299,20 @@ class SamplerProcess:
         self.connection.close()
 
     def end(self, patience: float = 0.0) -> None:
-        """Wait for the exit after `hang_up`, then kill. One that is not ready has drawn nothing. `ask` starts another."""
+        """Wait for the exit after `close_connection`, then kill. One that is not ready has drawn nothing. `send` starts another."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(patience if self.ready else 0.0)
         self.process.kill()
         self.process.wait()
         with self._printed:
             self._printed.seek(0)
-            self._words = plain(self._printed.read().decode(errors="replace")[-TAIL:].strip(), TAIL)
+            self._output = plain(self._printed.read().decode(errors="replace")[-TAIL:].strip(), TAIL)
 
 
 class SamplerProcesses(LoggingSampler):
     """Samples in several processes. The training thread calls `load`, another one `keep`.
 
-    `check`: called during waits; it may raise to end them. `say`: called with a message when a process dies.
+    `check`: called during waits; it may raise to end them. `report`: called with a message when a process dies.
     """
 
     def __init__(
@@ -317,7 +322,7 @@ class SamplerProcesses(LoggingSampler):
         store: RolloutStore,
         facts: Mapping[str, Any],
         check: Callable[[], None] = lambda: None,
-        say: Callable[[str], None] = lambda line: None,
+        report: Callable[[str], None] = lambda line: None,
     ) -> None:
         """`facts`: revision, sampler, max_length, stop_ids, threads, in_flight, commit_ms, fsync; others come from `student`."""
         moving = student.moving()
@@ -330,7 +335,7 @@ class SamplerProcesses(LoggingSampler):
             "layout": self._weights.layout,
         }
         self.processes = [
-            SamplerProcess(number, {**own, **facts}, self._weights, store, say) for number in range(count)
+            SamplerProcess(number, {**own, **facts}, self._weights, store, report) for number in range(count)
         ]
 
     @property
@@ -342,13 +347,13 @@ class SamplerProcesses(LoggingSampler):
 
     def keep(self, requests: Sequence[SampleRequest], author: Author) -> Iterator[int]:
         for process in self.processes:
-            process.ask(dealt(requests, process.number, len(self.processes)), author)
+            process.send(share_of(requests, process.number, len(self.processes)), author)
         try:
             while busy := [process for process in self.processes if process.open]:
                 ready = wait([process.connection for process in busy], POLL)
                 for process in busy:
                     if process.connection in ready:
-                        yield process.hear()
+                        yield process.receive()
                 self._check()
         finally:  # after an error, stop the processes that are still busy
             self._end([process for process in self.processes if process.open])
@@ -361,7 +366,7 @@ class SamplerProcesses(LoggingSampler):
         """Stop processes in parallel. Each makes its tokens durable, then the store takes its log."""
         living = [process for process in processes if not process.connection.closed]
         for process in living:
-            process.hang_up()
+            process.close_connection()
         until = time.monotonic() + LEAVE
         for process in living:
             process.end(max(0.0, until - time.monotonic()))
@@ -393,11 +398,11 @@ def main(descriptor: int) -> None:
     trainer = Connection(descriptor)  # closed when the process exits, after its last message
     try:
         with socket.socket(fileno=os.dup(descriptor)) as line:
-            told, weights, _, _ = socket.recv_fds(line, len(WEIGHTS), 1)
-        if told:  # else this process was not needed
+            greeting, weights, _, _ = socket.recv_fds(line, len(WEIGHTS), 1)
+        if greeting:  # else this process was not needed
             _serve(trainer, weights[0])
     except (EOFError, ConnectionError):
-        return  # the trainer is gone
+        return  # the trainer has exited
     except OpdError as error:
         trainer.send_bytes(write_message((FAILED, str(error))))
 
@@ -434,12 +439,12 @@ def _serve(trainer: Connection, weights: int) -> None:
 def _opened(facts: Mapping[str, Any], weights: int) -> Any:
     torch.set_num_threads(facts["threads"])
     model = load_model(facts["model"], revision=facts["revision"], dtype=facts["dtype"], device=facts["device"])
-    kind = by_hand("sampler", Annotated[SamplerKind, SAMPLERS], facts["sampler"])
+    kind = validate_settings("sampler", Annotated[SamplerKind, SAMPLERS], facts["sampler"])
     copy = model.inference_copy(getattr(torch, kind.dtype) if kind.dtype else None)
     sampler = kind.open(copy, facts["max_length"], merge_stop=tuple(facts["stop_ids"]))
     layout: Mapping[str, Any] = facts["layout"]
-    still = {name: tensor.detach() for name, tensor in copy.module.named_parameters() if name not in layout}
-    return AheadSampler(sampler, SharedWeights(layout, weights, still), facts["in_flight"])
+    frozen = {name: tensor.detach() for name, tensor in copy.module.named_parameters() if name not in layout}
+    return AheadSampler(sampler, SharedWeights(layout, weights, frozen), facts["in_flight"])
 
 
 def part_of(requests: Sequence[SampleRequest], store: RolloutStore, log: int, author: Author) -> tuple[Any, ...]:
@@ -447,7 +452,7 @@ def part_of(requests: Sequence[SampleRequest], store: RolloutStore, log: int, au
     begun: list[Rollout] = store.partial([request.id for request in requests])
     parts = []
     for request, rollout in zip(requests, begun, strict=True):
-        columns = [getattr(rollout, name) for name, _ in COLUMNS] if rollout.response_ids.size else None
+        columns = [getattr(rollout, name) for name, _ in TOKEN_COLUMNS] if rollout.response_ids.size else None
         names = store.names(rollout.id)
         parts.append((request, store.entries.number(rollout.id), names, rollout.prompt_ids, columns))
     directory = str(folder_of(store.directory, log).absolute())
@@ -508,23 +513,23 @@ def _draw(
 
 Layout = Mapping[str, tuple[str, Sequence[int]]]  # dtype and shape of each tensor, by name
 ALIGN = 64
-BEGUN, WHOLE, VERSIONS = 0, 1, 2  # indices into the counts
+BEGUN, COMPLETE, VERSIONS = 0, 1, 2  # indices into the counts
 _ORDER = threading.Lock()
 
 
 class SharedWeights:
     """Weights in shared memory.
 
-    `descriptor`: of memory that another process created with the same layout. `still`: weights that do not change.
+    `descriptor`: of memory that another process created with the same layout. `frozen`: weights that do not change.
     """
 
     def __init__(
-        self, layout: Layout, descriptor: int | None = None, still: Mapping[str, torch.Tensor] | None = None
+        self, layout: Layout, descriptor: int | None = None, frozen: Mapping[str, torch.Tensor] | None = None
     ) -> None:
-        self.layout, self._still = layout, dict(still or {})
+        self.layout, self._frozen = layout, dict(frozen or {})
         size = sum(_padded(_bytes(*one)) for one in layout.values())
         whole = ALIGN + 2 * size
-        self.descriptor = _made(whole) if descriptor is None else descriptor
+        self.descriptor = _allocated(whole) if descriptor is None else descriptor
         memory = mmap.mmap(self.descriptor, whole)
         self._counts = np.frombuffer(memory, dtype=np.int64, count=4)
         self._places = [_tensors(memory, layout, ALIGN + place * size) for place in range(2)]
@@ -534,28 +539,28 @@ class SharedWeights:
     @property
     def version(self) -> int:
         """The newest; -1: none yet."""
-        return int(self._counts[VERSIONS + self._counts[WHOLE] % 2])
+        return int(self._counts[VERSIONS + self._counts[COMPLETE] % 2])
 
     def put(self, weights: WeightsRef) -> None:
-        count = int(self._counts[WHOLE]) + 1
+        count = int(self._counts[COMPLETE]) + 1
         place = count % 2
         self._counts[BEGUN] = count
-        _in_order()
+        _memory_barrier()
         with torch.no_grad():
             for name, tensor in self._places[place].items():
                 tensor.copy_(weights.tensors[name])
         self._counts[VERSIONS + place] = weights.version
-        _in_order()
-        self._counts[WHOLE] = count
+        _memory_barrier()
+        self._counts[COMPLETE] = count
 
     def load(self, sampler: TokenSampler) -> int:
         """Called by a sampler process; returns the version that was loaded."""
         while True:
-            count = int(self._counts[WHOLE])
-            _in_order()
+            count = int(self._counts[COMPLETE])
+            _memory_barrier()
             version = int(self._counts[VERSIONS + count % 2])
-            sampler.load(WeightsRef(version, {**self._still, **self._places[count % 2]}))
-            _in_order()
+            sampler.load(WeightsRef(version, {**self._frozen, **self._places[count % 2]}))
+            _memory_barrier()
             if self._counts[BEGUN] < count + 2:
                 return version
 
@@ -567,7 +572,7 @@ def layout_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple[str, list[
     return {name: (str(tensor.dtype).removeprefix("torch."), list(tensor.shape)) for name, tensor in tensors.items()}
 
 
-def _made(size: int) -> int:
+def _allocated(size: int) -> int:
     if sys.platform == "linux":
         descriptor = os.memfd_create("opd-weights")
     else:
@@ -590,7 +595,7 @@ def _bytes(dtype: str, shape: Sequence[int]) -> int:
     return math.prod(shape) * int(getattr(torch, dtype).itemsize)
 
 
-def _in_order() -> None:
+def _memory_barrier() -> None:
     """A memory barrier: ARM may otherwise reorder reads and writes.
 
     Releasing a lock and then taking one is never reordered, nor are the accesses before and after.
@@ -602,3 +607,101 @@ def _in_order() -> None:
 
 def _padded(size: int) -> int:
     return -(-size // ALIGN) * ALIGN
+
+
+# --- A sampler on several ranks: all of them, or the first ones, each answer a share of the requests; every rank sees all tokens ---
+#
+# Draws are keyed by the request, so the rank that answers it does not matter. Tokens are exchanged in rounds, so that the
+# leader can make them durable while sampling continues.
+
+
+ROUND = 512  # events per rank and exchange
+NO_AUTHOR = -1
+
+
+class SharedSampler:
+    """Distributes requests over ranks. `sharers`: the number of ranks, from the first, that have a sampler; default: all."""
+
+    def __init__(self, sampler: TokenSampler | None, ranks: Peers, sharers: int | None = None) -> None:
+        self.own, self._ranks = sampler, ranks
+        self._sharers = ranks.size if sharers is None else sharers
+
+    def load(self, weights: WeightsRef) -> None:
+        if self.own is not None:
+            self.own.load(weights)
+            return
+        for name in weights.tensors:  # access gathers from all ranks, for ranks with a sampler
+            weights.tensors[name]
+
+    def sample(self, requests: Iterable[SampleRequest]) -> Iterator[SampledToken | Finished]:
+        mine = share_of(list(requests), self._ranks.rank, self._sharers)
+        events = iter(self.own.sample(mine) if mine and self.own is not None else ())
+        while True:
+            part, stop = self._next(events)
+            everyone = self._exchanged(part)
+            with self._ranks.holding():  # a stop waits until drawn tokens are kept
+                for found in everyone:
+                    yield from found
+            if stop is not None:
+                raise stop
+            self._ranks.poll_stop()
+            if all(len(found) < ROUND for found in everyone):
+                return
+
+    def _next(self, events: Iterator[SampledToken | Finished]) -> tuple[list[SampledToken | Finished], Stopped | None]:
+        """Some events, and a stop if one came. The events are still exchanged before this rank raises the stop."""
+        part: list[SampledToken | Finished] = []
+        try:
+            with self._ranks.answering():
+                part.extend(islice(events, ROUND))
+        except Stopped as stop:
+            return part, stop
+        return part, None
+
+    def _exchanged(self, part: list[SampledToken | Finished]) -> list[list[SampledToken | Finished]]:
+        if self._ranks.size == 1:
+            self._ranks.barrier()  # a stop is received here
+            return [part]
+        gathered = self._ranks.gather(to_columns(part))
+        return [part if rank == self._ranks.rank else from_columns(found) for rank, found in enumerate(gathered)]
+
+
+def to_columns(events: Sequence[SampledToken | Finished]) -> tuple[Any, ...]:
+    """Events as arrays for a message: request names, index of each event's name, token, log-probs, version, author; and stop
+    reasons by the position of the `Finished` event.
+    """
+    places = {name: place for place, name in enumerate(dict.fromkeys(event.request_id for event in events))}
+    tokens = [event for event in events if isinstance(event, SampledToken)]
+    _, token, *numbers, version, author = zip(*tokens, strict=True) if tokens else [()] * len(SampledToken._fields)
+    who = np.array([places[event.request_id] for event in events], dtype=np.int32)
+    ends = {place: event.stop for place, event in enumerate(events) if isinstance(event, Finished)}
+    return (
+        list(places),
+        who,
+        np.array(token, np.int64),
+        np.array(numbers, np.float64),
+        np.array(version, np.int64),
+        np.array([NO_AUTHOR if one is None else one for one in author], np.int64),
+        ends,
+    )
+
+
+def from_columns(columns: tuple[Any, ...]) -> list[SampledToken | Finished]:
+    names, who, token, numbers, version, author, ends = columns
+    authors = [None if one == NO_AUTHOR else Author(one) for one in author.tolist()]
+    rows = iter(zip(token.tolist(), *numbers.tolist(), version.tolist(), authors, strict=True))
+    return [
+        Finished(names[one], ends[place]) if place in ends else SampledToken(names[one], *next(rows))
+        for place, one in enumerate(who.tolist())
+    ]
+
+
+def share_of(requests: Sequence[SampleRequest], rank: int, size: int) -> list[SampleRequest]:
+    """A rank's share: prompts are dealt in turn. Samples of one prompt stay together and share its prefill."""
+    unit, found = -1, []
+    for before, request in zip([None, *requests[:-1]], requests, strict=True):
+        if before is None or not np.array_equal(before.prompt_ids, request.prompt_ids):
+            unit += 1
+        if unit % size == rank:
+            found.append(request)
+    return found

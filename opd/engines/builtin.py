@@ -8,7 +8,7 @@
                      ▲                                  │
                      └──────────── finished ◄───────────┘
 
-A rollout depends only on its request and the weights, never on the rest of the batch: see `draws` and `calls`.
+A rollout depends only on its request and the weights, never on the rest of the batch: see `requests` and `calls`.
 Samples of one prompt share its prefill: all but the last chunk is copied from a slot that already holds it.
 """
 
@@ -31,23 +31,23 @@ from torch import Tensor
 from opd.common.errors import ModelError, TrainingError
 from opd.common.text import first_line
 from opd.divergences.projection import LANES
-from opd.engines.calls import Partner, PrefillRow, Results, Settings, Steps
-from opd.engines.cpu_layers import MklWeights
+from opd.engines.calls import Partner, PrefillRow, Results, RowSettings, Settings, Steps, draw, filters
 from opd.engines.kinds import BuiltInSampler
-from opd.engines.requests import Drawn, RowSettings, check_context, copy_weights, draw, filters, sequence_ids, why_over
-from opd.engines.slots import SlotCache, SlotLayout, fewer_rows
-from opd.models.attention import Packed, Unknown
-from opd.models.language_model import LanguageModel
-from opd.models.routes import (
+from opd.engines.layers import MklWeights, SlotCache, SlotLayout, fewer_rows
+from opd.engines.requests import check_context, copy_weights, sequence_ids, why_over
+from opd.models.attention import (
     FOREIGN,
     FOREIGN_LAYERS,
+    Packed,
     PackedRoute,
+    Unknown,
     far,
     narrow_windows,
     switch_attention,
     takes_our_attention,
 )
-from opd.records import Finished, SampledToken, SampleRequest, StopReason, WeightsRef
+from opd.models.language_model import LanguageModel
+from opd.records import Finished, SampledToken, SampleRequest, WeightsRef
 
 NOTHING_YET = 0.001  # seconds before a source that had no request is asked again
 SMALL_MODEL = 20_000_000  # parameters; a CPU step is bound by overhead below this, by arithmetic above
@@ -68,12 +68,12 @@ def choose_settings(model: LanguageModel, spec: BuiltInSampler, partner: Partner
     even = max(even_rows(model), even_rows(partner.model) if partner else 1)  # powers of two
     slots, chunk = (-(-count // even) * even for count in (spec.slots or slots, spec.prefill_chunk or chunk))
     if rows == 1 and partner is None and torch.get_num_threads() == 1 and fewer_rows(model.module, slots, even):
-        rows = 4 if MklWeights(model).some else 1
+        rows = 4 if MklWeights(model).matrices else 1
     return Settings(slots, spec.prefill_rows or rows, chunk, even)
 
 
 def bound_by_overhead(model: LanguageModel) -> bool:
-    """Whether a step with twice as many slots takes hardly longer."""
+    """Whether a step with twice as many slots takes hardly any longer."""
     size = sum(parameter.numel() for parameter in model.module.parameters())
     return model.device.type != "cuda" and size < SMALL_MODEL
 
@@ -107,10 +107,6 @@ class Active:
     finished: bool = False
 
     @property
-    def exhausted(self) -> bool:
-        return self.position - self.request.start >= self.request.sampling.max_new_tokens
-
-    @property
     def copyable(self) -> bool:
         """Whether its slot holds its head once all launched calls are done."""
         return len(self.rows) <= 1
@@ -137,7 +133,7 @@ class Launched:
 class Engine:
     """Implements `TokenSampler`. One `sample` call at a time; `load` may be called between two of its events."""
 
-    manner = ""  # not slower than usual
+    why_slow = ""
 
     def __init__(
         self,
@@ -172,10 +168,9 @@ class Engine:
             raise RuntimeError("this engine is sampling already; finish or close that generator first")
         self._busy = True
         try:
-            self.steps.products.begin()
-            yield from _Schedule(self, iter(requests)).run()
+            with self.steps.products.sampling():
+                yield from _Schedule(self, iter(requests)).run()
         finally:
-            self.steps.products.end()
             self._busy = False
 
 
@@ -197,7 +192,11 @@ class _Schedule:
     def run(self) -> Iterator[SampledToken | Finished]:
         while True:
             yield from self.admit()
-            while self.should_prefill():
+            while rows := sum(len(active.rows) for active in self.waiting):
+                # A prefill costs about one decode step. It wastes its dummy rows; waiting wastes idle slots.
+                wasted = self.settings.slots * (1 - rows / self.settings.prefill_rows)
+                if self.decoding and self.idle < wasted:
+                    break
                 self.prefill()
             if self.decoding:
                 self.decode()
@@ -220,51 +219,49 @@ class _Schedule:
                 return
             if request is None:  # nothing yet
                 return
-            active = self.place(request)
-            over = self.ended(active)
+            ids, prefix = sequence_ids(request, self.engine.max_length)
+            response = prefix.tolist()
+            over = why_over(response, request, self.engine.model.tokenizer)
             if over is None:
-                self.free.pop()
-                self.share(active)
-                self.waiting.append(active)
+                self.place(request, ids, response)
             else:  # an interrupted rollout whose last token was saved, but not its end
                 yield Finished(request.id, over)
 
-    def place(self, request: SampleRequest) -> Active:
-        sampling = request.sampling
-        ids, prefix = sequence_ids(request, self.engine.max_length)
-        slot, chunk = self.free[-1], self.settings.prefill_chunk
+    def place(self, request: SampleRequest, ids: np.ndarray, response: list[int]) -> None:
+        """Put a request into a free slot. Its head is copied from a slot that holds it, or others will copy it from this one."""
+        sampling, slot, chunk = request.sampling, self.free.pop(), self.settings.prefill_chunk
         rows = deque(
             PrefillRow(
-                ids[first : first + chunk], first, slot, first + chunk >= ids.size, request.key, prefix.size, sampling
+                ids[first : first + chunk], first, slot, first + chunk >= ids.size, request.key, len(response), sampling
             )
             for first in range(0, ids.size, chunk)
         )
         columns = rows[-1].first
         head = Head(ids[:columns].tobytes(), columns, self.engine.version) if columns else None
-        return Active(request, slot, rows, ids.size, prefix.size, prefix.tolist(), head)
-
-    def share(self, active: Active) -> None:
-        """Copy the head from a slot that holds it, or make this request the one that others copy from."""
-        if active.slot in self.held and self.held[active.slot] != active.head:  # the slot's old head is overwritten
-            lost = self.held.pop(active.slot)
-            if lost in self.holders and self.holders[lost].slot == active.slot:
-                del self.holders[lost]
-            for other in self.waiting:
-                if other.source is not None and other.source.slot == active.slot:
-                    self.read_whole(other)
-        if active.head is None:
-            return
-        active.source = self.holders.get(active.head)
-        if active.source is None:
+        if slot in self.held and self.held[slot] != head:
+            self.drop_head(slot)
+        source = None if head is None else self.holders.get(head)
+        active = Active(request, slot, rows, ids.size, len(response), response, head, source)
+        if source is not None:
+            active.rows = deque([rows[-1]])
+        elif head is not None:
             self.hold(active)
-        else:
-            active.rows = deque([active.rows[-1]])
+        self.waiting.append(active)
+
+    def drop_head(self, slot: int) -> None:
+        """The head in a slot is overwritten. Requests that would have copied it prefill their whole prompts."""
+        lost = self.held.pop(slot)
+        if lost in self.holders and self.holders[lost].slot == slot:
+            del self.holders[lost]
+        for other in self.waiting:
+            if other.source is not None and other.source.slot == slot:
+                self.prefill_all(other)
 
     def hold(self, active: Active) -> None:
         assert active.head is not None
         self.holders[active.head], self.held[active.slot] = active, active.head
 
-    def read_whole(self, active: Active) -> None:
+    def prefill_all(self, active: Active) -> None:
         """Prefill the whole prompt, since its head can no longer be copied."""
         active.source, (last,) = None, active.rows
         ids, _ = sequence_ids(active.request, self.engine.max_length)
@@ -277,27 +274,22 @@ class _Schedule:
 
     # Calls
 
-    def should_prefill(self) -> bool:
-        """Prefill at once if the rows fill a call or nothing is decoding; otherwise once waiting has cost as much.
-
-        A call costs about one decode step. It wastes its dummy rows; waiting wastes idle slots.
-        """
-        rows = sum(len(active.rows) for active in self.waiting)
-        if rows == 0:
-            return False
-        wasted = self.settings.slots * (1 - rows / self.settings.prefill_rows)
-        return not self.decoding or self.idle >= wasted
-
     def prefill(self) -> None:
         rows: list[PrefillRow] = []
         columns: list[tuple[int, Active]] = []
-        for active in self.ready():
+        for active in self.waiting:
+            if active.source is not None and active.head is not None and active.head.version != self.engine.version:
+                self.prefill_all(active)
+        # a head to copy must already be in its slot
+        ready = [active for active in self.waiting if active.source is None or active.source.copyable]
+        for active in ready:
             while active.rows and len(rows) < self.settings.prefill_rows:
                 rows.append(active.rows.popleft())
             if not active.rows:
                 columns.append((len(rows) - 1, active))
         copied = [active for _, active in columns if active.source is not None]
-        self.steps.copy([(a.source.slot, a.slot, a.head.columns) for a in copied if a.source and a.head])
+        if copied:
+            self.steps.copy([(a.source.slot, a.slot, a.head.columns) for a in copied if a.source and a.head])
         results = self.steps.prefill(rows)
         self.waiting = deque(active for active in self.waiting if active.rows)
         for active in self.waiting:
@@ -311,13 +303,6 @@ class _Schedule:
         for _, active in columns:
             self.decoding[active.slot] = active
         self.note(results, columns)
-
-    def ready(self) -> list[Active]:
-        """Requests that can be prefilled now: a head to copy must already be in its slot."""
-        for active in self.waiting:
-            if active.source is not None and active.head is not None and active.head.version != self.engine.version:
-                self.read_whole(active)
-        return [active for active in self.waiting if active.source is None or active.source.copyable]
 
     def decode(self) -> None:
         longest = max(active.length for active in self.decoding.values())
@@ -333,7 +318,7 @@ class _Schedule:
         for _, active in columns:
             active.length += 1
             active.position += 1
-            if active.exhausted:
+            if active.position - active.request.start >= active.request.sampling.max_new_tokens:
                 self.release(active)
 
     def release(self, active: Active) -> None:
@@ -344,7 +329,9 @@ class _Schedule:
     # Results into events
 
     def read(self, launched: Launched) -> Iterator[SampledToken | Finished]:
-        values = launched.results.numpy()
+        if launched.results.event is not None:
+            launched.results.event.synchronize()
+        values = launched.results.values.numpy()
         tokens, (logprobs, sampled, stops) = values[0].astype(np.int64).tolist(), values[1:].tolist()
         version = launched.version
         for column, active in launched.columns:
@@ -358,14 +345,11 @@ class _Schedule:
                 )
             active.ids.append(token)
             yield SampledToken(active.request.id, token, logprob, sampled[column], stops[column], version)
-            over = self.ended(active)
+            over = why_over(active.ids, active.request, self.engine.model.tokenizer)
             if over is not None:
                 active.finished = True
                 self.release(active)
                 yield Finished(active.request.id, over)
-
-    def ended(self, active: Active) -> StopReason | None:
-        return why_over(active.ids, active.request, self.engine.model.tokenizer)
 
 
 # --- Choosing the sampler: the engine if keys and values fit into slots, else one request at a time ---
@@ -494,7 +478,7 @@ class PlainSampler:
         self.why = why  # why the model cannot use slots
 
     @property
-    def manner(self) -> str:
+    def why_slow(self) -> str:
         how = "through its own cache" if self.cached else "reading the whole sequence for every token"
         return f"samples one request at a time, {how}, which is slower: {self.why}"
 
@@ -516,21 +500,20 @@ class PlainSampler:
         reader = Reader(self)
         over = why_over(response, request, self.model.tokenizer)
         while over is None:
-            drawn = self._draw(reader.read(ids), request, len(response))
-            token, logprob = int(drawn.token), float(drawn.logprob)
+            drawn, logprob, sampled, stop = self._draw(reader.read(ids), request, len(response))[:, 0].tolist()
+            token = int(drawn)
             if math.isnan(logprob):
                 raise TrainingError(
                     f"request {request.id!r}: the policy's logits (version {self.version}) are not finite."
                 )
             ids.append(token)
             response.append(token)
-            sampled, stop = float(drawn.logprob_sampled), float(drawn.logprob_stop)
             yield SampledToken(request.id, token, logprob, sampled, stop, self.version)
             over = why_over(response, request, self.model.tokenizer)
         yield Finished(request.id, over)
 
     @torch.inference_mode()
-    def _draw(self, logits_V: Tensor, request: SampleRequest, position: int) -> Drawn:
+    def _draw(self, logits_V: Tensor, request: SampleRequest, position: int) -> Tensor:
         sampling, device = request.sampling, self.model.device
 
         def row(value: float, dtype: torch.dtype) -> Tensor:

@@ -10,6 +10,7 @@ rows, never on the contents of other rows.
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass
@@ -19,12 +20,25 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from opd.common.text import first_line
-from opd.engines.cpu_layers import LeanLayers, MklWeights
-from opd.engines.gpu_layers import PROBED, DecodeLayers, agree, probe
-from opd.engines.requests import Drawn, RowSettings, draw, filters, kept
-from opd.engines.slots import SlotCache, SlotLayout, any_rows, fewer_rows, fused_decoding, fused_drawing
+from opd.divergences.projection import even_logsumexp, evenly
+from opd.engines.layers import (
+    PROBED,
+    DecodeLayers,
+    LeanLayers,
+    MklWeights,
+    SlotCache,
+    SlotLayout,
+    agree,
+    any_rows,
+    fewer_rows,
+    fused_decoding,
+    fused_drawing,
+    probe,
+)
+from opd.engines.requests import BITS, GAMMA, MULTIPLIERS, SHIFTS
 from opd.models.cuda_graphs import Recorder, on_device, on_stream, own_stream, record, waits_for_the_device
 from opd.models.fused_layers import stock_layers
 from opd.models.language_model import LanguageModel
@@ -78,7 +92,9 @@ class Steps:
         partner: Partner | None = None,
     ) -> None:  # fmt: skip
         self.model, self.device, self.settings, self.partner = model, model.device, settings, partner
-        self.max_length, entries = max_length, settings.slots + 1
+        self._share = 0.0 if partner is None else partner.share
+        # The token of the last column is never fed back. Idle slots keep advancing, and padding may exceed it: both stay there.
+        self._last, entries = max_length - 1, settings.slots + 1
         step = CPU_SPAN if self.device.type == "cuda" or max_length > CPU_SPAN else LANES
         self.width = -(-max_length // step) * step
         self.cache = SlotCache(model.module.config.num_hidden_layers, entries, self.width)
@@ -112,8 +128,9 @@ class Steps:
         self.products = MklWeights(model)
         self._decoding = fused_decoding(self.device, compiled=False)
         self._decode_hidden: Callable[..., Tensor] = self._hidden
-        self._decode_draw: Callable[..., Drawn] = draw
         self._draw_rows = fused_drawing(self.device)
+        self._prefill_draw: Callable[..., Tensor] = draw if self._draw_rows is None else self._draw_by_kernels
+        self._decode_draw = self._prefill_draw
         self._span_step, self._span_doubles = (CUDA_SPAN, True) if on_gpu else (CPU_SPAN, False)
         self._lean: LeanLayers | None = None
         self.prefill([])  # allocates the cache; rows are dummies
@@ -139,27 +156,35 @@ class Steps:
 
     def _compile(self) -> None:
         if self.device.type != "cuda":
-            log.warning("sampler.compile is for CUDA devices; on %s the decode step runs as it is", self.device)
+            log.warning("sampler.compile is for CUDA devices; on %s the decode step is not compiled", self.device)
         else:
             stock_layers(self.model.module)
-            self._decoding, self._draw_rows = fused_decoding(self.device, compiled=True), None
+            self._decoding = fused_decoding(self.device, compiled=True)
             self._span_step = COMPILED_SPAN
             dynamo = torch._dynamo.config  # the limit applies to all spans of all engines together
             dynamo.recompile_limit = max(dynamo.recompile_limit, 64)
             self._decode_hidden = torch.compile(self._hidden, dynamic=False, fullgraph=True)
-            self._decode_draw = torch.compile(draw, dynamic=False, fullgraph=True)
+            self._prefill_draw, self._decode_draw = draw, torch.compile(draw, dynamic=False, fullgraph=True)
 
     # Called by the engine
 
     def prefill(self, rows: Sequence[PrefillRow]) -> Results:
         """One prefill call. Result column i belongs to rows[i], and is only valid if that is a prompt's last chunk."""
-        ints, floats = self._pack(rows)
+        chunk, scratch = self.settings.prefill_chunk, self.settings.slots
+        ints = np.zeros(self._prefill_ints.shape, dtype=np.int64)
+        floats = np.ones(self._prefill_floats.shape, dtype=np.float32)
+        ints[:, chunk:] = (0, 1, scratch, scratch, 0, 0, 0)
+        for index, row in enumerate(rows):
+            ints[index, : len(row.ids)] = row.ids
+            target = row.slot if row.last else scratch
+            ints[index, chunk:] = (row.first, len(row.ids), row.slot, target, row.key, row.position, row.sampling.top_k)
+            floats[index] = (row.sampling.temperature, row.sampling.top_p)
         self._upload(self._prefill_ints, ints)
         self._upload(self._prefill_floats, floats)
         end = max((row.first + len(row.ids) for row in rows), default=1)
         filtered = any(filters(row.sampling) for row in rows)
         span, (count, used) = self._span(end), self._used(rows)
-        if (count, used) == (self.settings.prefill_rows, self.settings.prefill_chunk):
+        if (count, used) == (self.settings.prefill_rows, chunk):
             self._launch("prefill", self._prefill_step, span, filtered)
         else:
             short, whole = (partial(self._prefill_step, span, filtered, *some) for some in ([count, used], []))
@@ -169,12 +194,15 @@ class Steps:
     def decode(self, longest: int, filtered: bool, live: Collection[int] | None = None) -> Results:
         """Draw one token for every slot, or at least for the `live` ones. Result column i belongs to slot i.
 
-        `longest`: columns used by the longest live slot, including this step's.
+        `longest`: columns used by the longest live slot, including this step's. With several threads all slots are used: threads
+        split tensors by size, and other instructions compute the edges.
         """
-        span, rows = self._span(longest), self._some(live)
-        if rows is None:
+        span = self._span(longest)
+        count = next((count for count in self._fewer if live is not None and count >= len(live)), None)
+        if live is None or count is None or "decode" in self._unlike or torch.get_num_threads() > 1:
             self._launch("decode", self._decode_step, span, filtered)
         else:
+            rows = torch.tensor([*live, *[self.settings.slots] * (count - len(live))])  # padded with scratch
             real = rows[rows < self.settings.slots]
             self._shorter(
                 ("decode", len(rows), span, filtered, 1),
@@ -195,7 +223,7 @@ class Steps:
 
     def park(self, slot: int) -> None:
         """Protect a partly prefilled slot: decode steps also write to idle slots, so send its writes to the last column."""
-        self.column[slot].fill_(self.max_length - 1)
+        self.column[slot].fill_(self._last)
 
     @torch.inference_mode()
     def clear(self) -> None:
@@ -212,14 +240,17 @@ class Steps:
         ids = ints[:, : used or chunk]
         fields = dict(zip(FIELDS, ints[:, chunk:].unbind(1), strict=True))
         # Padding after a prompt's end goes to columns that decoding overwrites before they are read.
-        columns = self._in_bounds(fields["first"][:, None] + self._chunk[:used])
+        columns = (fields["first"][:, None] + self._chunk[:used]).clamp(max=self._last)
         hidden = self._hidden(ids, SlotLayout(fields["slot"], columns, span, in_order=False))
+        other = None
+        if self.partner is not None:
+            layout = SlotLayout(fields["slot"], columns, span, in_order=False)
+            other = self._partner_logits(ids, layout, fields["count"] - 1)
         last = hidden[torch.arange(ids.shape[0], device=self.device), fields["count"] - 1]
         temperature, top_p = self._prefill_floats[:count].unbind(1)
         settings = RowSettings(temperature, top_p, fields["top_k"], fields["key"], fields["position"])
-        other = self._other(ids, SlotLayout(fields["slot"], columns, span, in_order=False), fields["count"] - 1)
         logits = self.products.logits(self.model.project(last))
-        drawn = self._drawn(draw, logits, settings, filtered, other)
+        drawn = self._prefill_draw(logits, settings, self.stop, filtered, other, self._share)
         target = fields["target"]
         self.token[target] = drawn[0].long()
         self.column[target] = fields["first"] + fields["count"]
@@ -241,12 +272,14 @@ class Steps:
         settings = RowSettings(
             *(tensor[:slots] for tensor in (state.temperature, state.top_p, state.top_k, state.key, state.position))
         )
-        beside = SlotLayout(self._all_slots, column[:, None], span, in_order=True, **self._decoding)
-        other = self._other(token[:, None], beside, self._all_slots * 0)
+        other = None
+        if self.partner is not None:
+            layout = SlotLayout(self._all_slots, column[:, None], span, in_order=True, **self._decoding)
+            other = self._partner_logits(token[:, None], layout, self._all_slots * 0)
         logits = self.products.logits(self.model.project(hidden[:, 0]))
-        drawn = self._drawn(self._decode_draw, logits, settings, filtered, other)
+        drawn = self._decode_draw(logits, settings, self.stop, filtered, other, self._share)
         token.copy_(drawn[0])
-        column.copy_(self._in_bounds(column + 1))
+        column.copy_((column + 1).clamp(max=self._last))
         settings.position.add_(1)
         self._decode_out[:, :slots].copy_(drawn)
         return logits
@@ -257,8 +290,8 @@ class Steps:
         hidden = self._hidden(token[:, None], SlotLayout(rows, column[:, None], span, in_order=False))
         settings = RowSettings(*(tensor[rows] for tensor in vars(state).values()))
         logits = self.products.logits(self.model.project(hidden[:, 0]))
-        drawn = self._drawn(draw, logits, settings, filtered, None)
-        self.token[rows], self.column[rows] = drawn[0].long(), self._in_bounds(column + 1)
+        drawn = self._prefill_draw(logits, settings, self.stop, filtered)
+        self.token[rows], self.column[rows] = drawn[0].long(), (column + 1).clamp(max=self._last)
         state.position[rows] = settings.position + 1
         self._decode_out[:, rows] = drawn
         return logits
@@ -285,22 +318,12 @@ class Steps:
             else:
                 self._unlike.add(how[0])
 
-    def _some(self, live: Collection[int] | None) -> Tensor | None:
-        """The live slots, padded with scratch to one of the counts in `_fewer`; None: use all slots.
-
-        With several threads always None: they split tensors by size, and other instructions compute the edges.
-        """
-        count = next((count for count in self._fewer if live is not None and count >= len(live)), None)
-        if live is None or count is None or "decode" in self._unlike or torch.get_num_threads() > 1:
-            return None
-        return torch.tensor([*live, *[self.settings.slots] * (count - len(live))])
-
     def _used(self, rows: Sequence[PrefillRow]) -> tuple[int, int]:
         """(rows to read, tokens per row to read). Rows: all, unless weights are packed. Tokens: rounded up, or all."""
         most, chunk, step = self.settings.prefill_rows, self.settings.prefill_chunk, max(4, self.settings.even)
         if not rows or not self._fewer or "prefill" in self._unlike or torch.get_num_threads() > 1:
             return most, chunk
-        count = 1 << (len(rows) - 1).bit_length() if self.products.some else most
+        count = 1 << (len(rows) - 1).bit_length() if self.products.matrices else most
         used = -(-max(len(row.ids) for row in rows) // step) * step
         return min(count, most), min(used, chunk)
 
@@ -315,7 +338,7 @@ class Steps:
 
     def _hidden(self, ids: Tensor, layout: SlotLayout) -> Tensor:
         """(B, Q) -> (B, Q, D)"""
-        if self._lean is not None and not self._lean.hooked:
+        if self._lean is not None and not any(self._lean.hooks):
             return self._lean(ids, layout, self.cache)
         self.cache.layout = layout
         out = self.model.backbone(
@@ -335,50 +358,33 @@ class Steps:
         if right:
             self.writes_out, self._decode_hidden = True, self._written_out
         else:
-            log.warning(
-                "%s: its layers compute something of their own, so that decode steps take longer", self.model.name
-            )
+            log.warning("%s: its layers differ from the standard ones, so decode steps take longer", self.model.name)
 
-    def _other(self, ids: Tensor, layout: SlotLayout, last: Tensor) -> Tensor | None:
+    def _partner_logits(self, ids: Tensor, layout: SlotLayout, last: Tensor) -> Tensor:
         """The partner's logits after the last token of each row. It reads the same tokens into its own cache."""
-        cache = self.partner_cache
-        if self.partner is None or cache is None:
-            return None
-        cache.layout = layout
+        assert self.partner is not None
+        assert self.partner_cache is not None
+        self.partner_cache.layout = layout
         out = self.partner.model.backbone(
-            input_ids=ids, position_ids=layout.columns, past_key_values=cache, use_cache=True, layout=layout
+            input_ids=ids,
+            position_ids=layout.columns,
+            past_key_values=self.partner_cache,
+            use_cache=True,
+            layout=layout,
         )
         rows = torch.arange(ids.shape[0], device=self.device)
         return self.partner.model.project(out.last_hidden_state[rows, last]).logits(self.model.size)
 
-    def _drawn(
-        self, usual: Callable[..., Drawn], logits: Tensor, settings: RowSettings, filtered: bool, other: Tensor | None
-    ) -> Tensor:
-        """(4, rows) float64: see `Results`."""
-        if self._draw_rows is not None and other is None:
-            return self._draw_rows(logits, settings, self.stop, kept(logits, settings) if filtered else None)
-        share = 0.0 if self.partner is None else self.partner.share
-        drawn = usual(logits, settings, self.stop, filtered, other, share)
-        rows = (drawn.token, drawn.logprob, drawn.logprob_sampled, drawn.logprob_stop)
-        return torch.stack([row.double() for row in rows])
-
-    def _in_bounds(self, columns: Tensor) -> Tensor:
-        """Clamp to the last column, whose token is never fed back. Idle slots keep advancing, and padding may exceed it."""
-        return columns.clamp(max=self.max_length - 1)
+    def _draw_by_kernels(
+        self, logits: Tensor, settings: RowSettings, stop: Tensor, filtered: bool, other: Tensor | None = None,
+        share: float = 0.0,
+    ) -> Tensor:  # fmt: skip
+        """The same as `draw`. There are no kernels for two models' logits."""
+        if self._draw_rows is None or other is not None:
+            return draw(logits, settings, stop, filtered, other, share)
+        return self._draw_rows(logits, settings, stop, kept(logits, settings) if filtered else None)
 
     # Helpers
-
-    def _pack(self, rows: Sequence[PrefillRow]) -> tuple[np.ndarray, np.ndarray]:
-        chunk, scratch = self.settings.prefill_chunk, self.settings.slots
-        ints = np.zeros((self.settings.prefill_rows, chunk + len(FIELDS)), dtype=np.int64)
-        floats = np.ones((self.settings.prefill_rows, 2), dtype=np.float32)
-        ints[:, chunk:] = (0, 1, scratch, scratch, 0, 0, 0)
-        for index, row in enumerate(rows):
-            ints[index, : len(row.ids)] = row.ids
-            target = row.slot if row.last else scratch
-            ints[index, chunk:] = (row.first, len(row.ids), row.slot, target, row.key, row.position, row.sampling.top_k)
-            floats[index] = (row.sampling.temperature, row.sampling.top_p)
-        return ints, floats
 
     def _upload(self, static: Tensor, values: np.ndarray) -> None:
         source = torch.from_numpy(values)
@@ -409,22 +415,20 @@ class Steps:
 
 
 class Results:
-    """The results of a call, (4, rows) float64: token, logprob, logprob_sampled, logprob_stop. Only reading waits."""
+    """The results of a call, (4, rows) float64: token, logprob, logprob_sampled, logprob_stop.
+
+    They are being copied from a GPU. `event`: what to wait for before `values` is read; None on a CPU.
+    """
 
     def __init__(self, device_values: Tensor) -> None:
-        self._event: Any = None
+        self.event: Any = None
         if not device_values.is_cuda:
-            self._values = device_values.clone()
+            self.values = device_values.clone()
         else:
-            self._values = torch.empty(device_values.shape, dtype=device_values.dtype, pin_memory=True)
-            self._values.copy_(device_values, non_blocking=True)
-            self._event = torch.cuda.Event()
-            self._event.record()
-
-    def numpy(self) -> np.ndarray:
-        if self._event is not None:
-            self._event.synchronize()
-        return self._values.numpy()
+            self.values = torch.empty(device_values.shape, dtype=device_values.dtype, pin_memory=True)
+            self.values.copy_(device_values, non_blocking=True)
+            self.event = torch.cuda.Event()
+            self.event.record()
 
 
 class RecordedCalls:
@@ -489,3 +493,133 @@ class RecordedCalls:
             for tensor, before in zip(self._state, saved, strict=True):
                 tensor.copy_(before)
         return waits
+
+
+# --- From logits to tokens: one function for all rows, each with its own temperature, top-p, top-k and key ---
+#
+# Axis legend: N = rows, V = real ids of the vocabulary.
+
+
+BLOCK = 256  # ids per block sum
+# splitmix64's numbers as signed 64-bit integers, which tensors hold
+SIGNED = [value - 2**64 if value >= 2**63 else value for value in (GAMMA, *MULTIPLIERS, 1)]
+
+
+@dataclass(frozen=True, eq=False)
+class RowSettings:
+    """How each row draws. Temperature 0 is greedy, top_p 1 and top_k 0 are off."""
+
+    temperature: Tensor  # (N,) float32
+    top_p: Tensor  # (N,) float32
+    top_k: Tensor  # (N,) int64
+    key: Tensor  # (N,) int64
+    position: Tensor  # (N,) int64, in the response
+
+
+def draw(
+    logits: Tensor, settings: RowSettings, stop: Tensor, filtered: bool, other: Tensor | None = None, share: float = 0.0
+) -> Tensor:
+    """Draw one token per row of logits (N, V). `stop` (E,) are the ids that form one event.
+
+    Returns (4, N) float64: token, logprob, logprob_sampled, logprob_stop, see `SampledToken`.
+
+    With `other` (N, V), another model's logits, tokens are drawn from (1 - share) * own + share * other, without
+    temperature or filter. `logprob_sampled` is then that of the merged stop event, as `logprob` always is.
+
+    `filtered`: whether any row uses top-p or top-k; if not, nothing is sorted. A row that uses neither gives the same
+    bits either way. Nothing here waits for the device or copies to it (`where` with a Python number would), so a CUDA
+    graph can record it.
+    """
+    greedy = settings.temperature == 0
+    plain = other is None and not filtered and logits.device.type == "cpu" and bool((settings.temperature == 1).all())
+    if plain:  # the same numbers in half the passes
+        peak, best = logits.amax(-1, keepdim=True), None
+    else:
+        peak, best = logits.max(-1, keepdim=True)
+    centred = logits - peak  # the largest is 0, so dividing by any temperature is safe
+    weights = evenly(torch.exp, centred)
+    log_total = evenly(torch.log, weights.sum(-1, dtype=torch.float64)).float()  # (N,) of the policy itself
+    tempered = centred if plain else centred / settings.temperature.masked_fill(greedy, 1.0)[:, None]
+    if other is not None:
+        own = centred - log_total[:, None] + math.log1p(-share)
+        tempered = evenly(torch.logaddexp, own, other.log_softmax(-1) + math.log(share))
+    elif filtered:
+        tempered = _filter(tempered, settings.top_p, settings.top_k)
+    uniform = uniforms_at(settings.key, settings.position)
+    drawn, log_drawn = _inverse_cdf(tempered, uniform, weights if plain else evenly(torch.exp, tempered))
+    token = drawn if best is None else torch.where(greedy, best[:, 0], drawn)
+    logprob = centred.gather(-1, token[:, None])[:, 0] - log_total
+    if stop.numel():
+        logprob_stop = even_logsumexp(centred[:, stop]) - log_total
+        stopped = (token[:, None] == stop).any(-1)
+        logprob = torch.where(stopped, logprob_stop, logprob)
+        if other is not None:
+            log_drawn = torch.where(stopped, even_logsumexp(tempered[:, stop]), log_drawn)
+    else:
+        logprob_stop = torch.full_like(logprob, float("nan"))
+    rows = (token, logprob, log_drawn.masked_fill(greedy, 0.0), logprob_stop)
+    return torch.stack([row.double() for row in rows])
+
+
+def uniforms_at(keys: Tensor, positions: Tensor) -> Tensor:
+    """The same numbers from int64 tensors, on their device: `uniforms_at(k, p) == uniforms(k, p, 1)[0]`, bit for bit.
+
+    Tensor addition and multiplication wrap like unsigned ones; a right shift has to drop the copied sign bits.
+    """
+    first, *factors = SIGNED
+    mixed = keys + positions + first
+    for shift, factor in zip(SHIFTS, factors, strict=True):
+        mixed = (mixed ^ ((mixed >> shift) & ((1 << (64 - shift)) - 1))) * factor
+    return ((mixed >> (64 - BITS)) & ((1 << BITS) - 1)).float() * 2.0**-BITS
+
+
+def _inverse_cdf(logits: Tensor, uniform: Tensor, probability: Tensor) -> tuple[Tensor, Tensor]:
+    """The first id whose cumulative probability exceeds the uniform number, and its log-probability.
+
+    `probability` is exp(logits), which need not sum to 1.
+
+    Two levels (blocks of ids, then ids) in fp64: a running fp32 sum over 100k ids would lose the rare ones, and a
+    full-width scan is slow. An id of probability 0 is never returned: comparisons are strict, and if rounding makes the
+    two levels disagree, the block's likeliest id is taken.
+    """
+    size = min(BLOCK, logits.shape[1])
+    missing = -logits.shape[1] % size
+    blocks = (pad(probability, (0, missing)) if missing else probability).unflatten(
+        -1, (-1, size)
+    )  # (N, V / size, size)
+    before = blocks.sum(-1, dtype=torch.float64).cumsum(-1)
+    total = before[:, -1:]
+    target = uniform.double()[:, None] * total  # < total, as uniform <= 1 - 2^-24
+    block = (before <= target).sum(-1, keepdim=True).clamp(max=before.shape[1] - 1)
+    rest = target - before.gather(-1, (block - 1).clamp(min=0)).masked_fill(block == 0, 0.0)
+    inside = blocks.gather(1, block[:, :, None].expand(-1, 1, size))[:, 0]  # (N, size)
+    index = (inside.cumsum(-1, dtype=torch.float64) <= rest).sum(-1, keepdim=True).clamp(max=size - 1)
+    index = torch.where(inside.gather(-1, index) > 0, index, inside.argmax(-1, keepdim=True))
+    token = block * size + index
+    return token[:, 0], (logits.gather(-1, token) - evenly(torch.log, total).float())[:, 0]
+
+
+def kept(logits: Tensor, settings: RowSettings) -> Tensor:
+    """(N, V): a mask of the ids that pass top-k and top-p."""
+    greedy = settings.temperature == 0
+    tempered = logits / settings.temperature.masked_fill(greedy, 1.0)[:, None]
+    return _filter(tempered, settings.top_p, settings.top_k) > float("-inf")
+
+
+def _filter(logits: Tensor, top_p: Tensor, top_k: Tensor) -> Tensor:
+    """-inf outside the top k and, among those, outside the smallest set of mass top_p. At least one id stays.
+
+    Ties are broken by id, so that exactly k remain.
+    """
+    ordered, order = logits.sort(dim=-1, descending=True, stable=True)
+    rank = torch.arange(logits.shape[-1], device=logits.device)
+    outside = (top_k[:, None] > 0) & (rank >= top_k[:, None])
+    probability = ordered.masked_fill(outside, float("-inf")).double().softmax(-1)
+    mass_before = probability.cumsum(-1) - probability
+    outside = outside | ((top_p[:, None] < 1) & (rank > 0) & (mass_before >= top_p[:, None]))
+    return torch.empty_like(logits).scatter(-1, order, ordered.masked_fill(outside, float("-inf")))
+
+
+def filters(sampling: Sampling) -> bool:
+    """Whether drawing needs the sorted vocabulary."""
+    return sampling.top_k > 0 or sampling.top_p < 1

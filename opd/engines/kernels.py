@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from opd.engines.draws import BITS, GAMMA, MULTIPLIERS
+from opd.engines.requests import BITS, GAMMA, MULTIPLIERS
 from opd.models.fused_kernels import gated_silu
 
 # mypy: ignore-errors

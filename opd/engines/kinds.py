@@ -25,13 +25,15 @@ class SamplerKind(Choice):
     family = "sampler"
     key = "engine"
     mixes: ClassVar[bool] = False  # whether it can draw from two models: `rollout.teacher_mix`
-    led: ClassVar[bool] = False  # whether only the leader opens it, for all ranks, since it runs in separate processes
+    leader_only: ClassVar[bool] = (
+        False  # whether only the leader opens it, for all ranks, because it runs in separate processes
+    )
 
     takes_turns: ClassVar[bool] = False  # whether requests may be added during sampling: `rollout.environment`
-    beside_training: ClassVar[bool] = False  # whether it can sample while another thread trains: `rollout.staleness`
+    alongside_training: ClassVar[bool] = False  # whether it can sample while another thread trains: `rollout.staleness`
 
     @property
-    def beside_trainer(self) -> int:
+    def processes_alongside(self) -> int:
         """The number of processes in which it samples alongside training; 0: in a thread."""
         return 0
 
@@ -47,7 +49,7 @@ class SamplerKind(Choice):
     def require_mixing(self, models: Sequence[LanguageModel], max_length: int) -> None:
         """Raise an error for models that cannot decode together, before anything is sampled."""
 
-    def manner(self, sampler: TokenSampler) -> str:
+    def why_slow(self, sampler: TokenSampler) -> str:
         """Why an opened sampler is slower than usual; empty if it is not."""
         return ""
 
@@ -57,7 +59,7 @@ class SamplerKind(Choice):
     def close(self, sampler: TokenSampler) -> None:
         """Stop the processes that an opened sampler has started."""
 
-    def beside(self) -> SamplerKind:
+    def for_frozen_models(self) -> SamplerKind:
         """The sampler for models that do not train, such as a teacher that answers or is evaluated."""
         return self
 
@@ -98,13 +100,13 @@ class SamplerKind(Choice):
         """The sizes in words, for the plan. None may be open."""
         return []
 
-    def refuse(self, view: StageView) -> Iterable[str]:
+    def check(self, view: StageView) -> Iterable[str]:
         if view.rollout.teacher_mix and not self.mixes:
             yield (
                 f"rollout.teacher_mix {view.rollout.teacher_mix}: the sampler {self.name} cannot draw from two models. "
                 "Set it to 0."
             )
-        if view.rollout.staleness and not self.beside_training:
+        if view.rollout.staleness and not self.alongside_training:
             yield (
                 f"rollout.staleness {view.rollout.staleness}: the sampler {self.name} cannot sample while another thread trains. "
                 "Set it to 0."
@@ -121,9 +123,9 @@ class BuiltInSampler(SamplerKind):
     takes_turns = True
     by_default = True
     mixes = True
-    beside_training = True
+    alongside_training = True
 
-    slots: Positive | None = Field(None, le=65_536, description="sequences decoded side by side")
+    slots: Positive | None = Field(None, le=65_536, description="sequences decoded in parallel")
     prefill_rows: Positive | None = Field(None, le=65_536, description="rows of one prefill call")
     prefill_chunk: Positive | None = Field(None, description="prompt tokens per prefill row")
     compile: bool | Literal["auto"] = Field(
@@ -131,11 +133,11 @@ class BuiltInSampler(SamplerKind):
         description="torch.compile the decode step (GPU; minutes); auto: in runs that are long enough",
     )
     processes: Count = Field(
-        0, le=256, description="of rollout.staleness: samplers in processes of their own; 0: one, in a thread"
+        0, le=256, description="with rollout.staleness: the number of sampler processes; 0: one sampler in a thread"
     )
 
     @property
-    def beside_trainer(self) -> int:
+    def processes_alongside(self) -> int:
         return self.processes
 
     def open(
@@ -150,11 +152,11 @@ class BuiltInSampler(SamplerKind):
 
         require_slots(models, max_length)
 
-    def manner(self, sampler: TokenSampler) -> str:
+    def why_slow(self, sampler: TokenSampler) -> str:
         from opd.engines.builtin import Engine, PlainSampler
 
         assert isinstance(sampler, (Engine, PlainSampler))
-        return sampler.manner
+        return sampler.why_slow
 
     def for_batches(self, rollouts: int, model: LanguageModel) -> SamplerKind:
         from opd.engines.builtin import bound_by_overhead
@@ -177,8 +179,8 @@ class BuiltInSampler(SamplerKind):
     def in_words(self) -> list[str]:
         return [*([f"{self.slots} slots"] if self.slots else []), "compiled" if self.compile else "not compiled"]
 
-    def refuse(self, view: StageView) -> Iterable[str]:
-        yield from super().refuse(view)
+    def check(self, view: StageView) -> Iterable[str]:
+        yield from super().check(view)
         if self.compile is True and view.device == "cpu":
             yield "sampler.compile is for CUDA devices, and the device is cpu. Set it to false."
         if self.processes and not view.rollout.staleness:

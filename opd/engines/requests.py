@@ -1,21 +1,48 @@
-"""Handling of requests and weights that all samplers share, and drawing tokens from logits."""
+"""Requests as all samplers handle them: random keys, ids, why an answer is over, and the weights that answer them. No torch here.
+
+Draws depend only on the request (seed, prompt, visit, sample) and the response position: one uniform number per position, so a
+rollout is the same alone, in any batch, and after an interruption.
+
+    key = request_key(seed=0, prompt_id="task:addition/train/7", visit=0, sample=3)
+    uniforms(key, start=0, count=128)                     # the numbers that draw the first 128 tokens
+"""
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass, replace
-from typing import Any
+import hashlib
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
-from torch import Tensor
-from torch.nn.functional import pad
 
 from opd.common.errors import DataError, ModelError
-from opd.divergences.projection import even_logsumexp, evenly
-from opd.engines.draws import uniforms_at
-from opd.models.language_model import LanguageModel
-from opd.records import SampleRequest, Sampling, StopReason, WeightsRef
+from opd.records import SampleRequest, StopReason, WeightsRef
+
+if TYPE_CHECKING:
+    from opd.models.language_model import LanguageModel
+
+
+# splitmix64 (Steele, Lea, Flood 2014): a counter goes in, 64 well-mixed bits come out.
+GAMMA = 0x9E3779B97F4A7C15
+MULTIPLIERS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
+SHIFTS = (30, 27, 31)
+BITS = 24  # of the float32 significand: every multiple of 2^-24 in [0, 1) is exact
+
+
+def request_key(seed: int, prompt_id: str, visit: int, sample: int) -> int:
+    """A 63-bit key, which fits into a signed 64-bit tensor."""
+    digest = hashlib.blake2b(f"{seed}\0{prompt_id}\0{visit}\0{sample}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+def uniforms(key: int, start: int, count: int) -> np.ndarray:
+    """(count,) float32 in [0, 1): the draws of response positions start, start + 1, …"""
+    counter = np.arange(start, start + count, dtype=np.uint64)
+    with np.errstate(over="ignore"):
+        mixed = counter + np.uint64((key + GAMMA) % 2**64)
+        for shift, multiplier in zip(SHIFTS, (*MULTIPLIERS, 1), strict=True):
+            mixed = (mixed ^ (mixed >> np.uint64(shift))) * np.uint64(multiplier)
+    return (mixed >> np.uint64(64 - BITS)).astype(np.float32) * np.float32(2.0**-BITS)
 
 
 def check_context(model: LanguageModel, max_length: int) -> None:
@@ -66,6 +93,8 @@ def weights_of(model: LanguageModel, version: int, swaps: bool) -> WeightsRef:
 
 def copy_weights(model: LanguageModel, weights: WeightsRef) -> None:
     """Copy weights in place: same storage, so CUDA graphs stay valid. Tensors that are already shared are skipped."""
+    import torch
+
     with torch.no_grad():
         for name, parameter in model.module.named_parameters():
             tensor = weights.tensors.get(name)
@@ -76,126 +105,3 @@ def copy_weights(model: LanguageModel, weights: WeightsRef) -> None:
                 )
             if tensor.data_ptr() != parameter.data_ptr():
                 parameter.copy_(tensor)
-
-
-# --- From logits to tokens: one function for all rows, each with its own temperature, top-p, top-k and key ---
-#
-# Axis legend: N = rows, V = real ids of the vocabulary.
-
-
-BLOCK = 256  # ids per block sum
-
-
-@dataclass(frozen=True, eq=False)
-class RowSettings:
-    """How each row draws. Temperature 0 is greedy, top_p 1 and top_k 0 are off."""
-
-    temperature: Tensor  # (N,) float32
-    top_p: Tensor  # (N,) float32
-    top_k: Tensor  # (N,) int64
-    key: Tensor  # (N,) int64
-    position: Tensor  # (N,) int64, in the response
-
-
-@dataclass(frozen=True, eq=False)
-class Drawn:
-    """See `SampledToken`."""
-
-    token: Tensor  # (N,) int64
-    logprob: Tensor  # (N,) float32
-    logprob_sampled: Tensor  # (N,) float32
-    logprob_stop: Tensor  # (N,) float32
-
-
-def draw(
-    logits: Tensor, settings: RowSettings, stop: Tensor, filtered: bool, other: Tensor | None = None, share: float = 0.0
-) -> Drawn:
-    """Draw one token per row of logits (N, V). `stop` (E,) are the ids that form one event.
-
-    With `other` (N, V), another model's logits, tokens are drawn from (1 - share) * own + share * other, without
-    temperature or filter. `logprob_sampled` is then that of the merged stop event, as `logprob` always is.
-
-    `filtered`: whether any row uses top-p or top-k; if not, nothing is sorted. A row that uses neither gives the same
-    bits either way. Nothing here waits for the device or copies to it (`where` with a Python number would), so a CUDA
-    graph can record it.
-    """
-    greedy = settings.temperature == 0
-    plain = other is None and not filtered and logits.device.type == "cpu" and bool((settings.temperature == 1).all())
-    if plain:  # the same numbers in half the passes
-        peak, best = logits.amax(-1, keepdim=True), None
-    else:
-        peak, best = logits.max(-1, keepdim=True)
-    centred = logits - peak  # the largest is 0, so dividing by any temperature is safe
-    weights = evenly(torch.exp, centred)
-    log_total = evenly(torch.log, weights.sum(-1, dtype=torch.float64)).float()  # (N,) of the policy itself
-    tempered = centred if plain else centred / settings.temperature.masked_fill(greedy, 1.0)[:, None]
-    if other is not None:
-        own = centred - log_total[:, None] + math.log1p(-share)
-        tempered = evenly(torch.logaddexp, own, other.log_softmax(-1) + math.log(share))
-    elif filtered:
-        tempered = _filter(tempered, settings.top_p, settings.top_k)
-    uniform = uniforms_at(settings.key, settings.position)
-    drawn, log_drawn = _inverse_cdf(tempered, uniform, weights if plain else evenly(torch.exp, tempered))
-    token = drawn if best is None else torch.where(greedy, best[:, 0], drawn)
-    logprob = centred.gather(-1, token[:, None])[:, 0] - log_total
-    if stop.numel():
-        logprob_stop = even_logsumexp(centred[:, stop]) - log_total
-        stopped = (token[:, None] == stop).any(-1)
-        logprob = torch.where(stopped, logprob_stop, logprob)
-        if other is not None:
-            log_drawn = torch.where(stopped, even_logsumexp(tempered[:, stop]), log_drawn)
-    else:
-        logprob_stop = torch.full_like(logprob, float("nan"))
-    return Drawn(token, logprob, log_drawn.masked_fill(greedy, 0.0), logprob_stop)
-
-
-def _inverse_cdf(logits: Tensor, uniform: Tensor, probability: Tensor) -> tuple[Tensor, Tensor]:
-    """The first id whose cumulative probability exceeds the uniform number, and its log-probability.
-
-    `probability` is exp(logits), which need not sum to 1.
-
-    Two levels (blocks of ids, then ids) in fp64: a running fp32 sum over 100k ids would lose the rare ones, and a
-    full-width scan is slow. An id of probability 0 is never returned: comparisons are strict, and if rounding makes the
-    two levels disagree, the block's likeliest id is taken.
-    """
-    size = min(BLOCK, logits.shape[1])
-    missing = -logits.shape[1] % size
-    blocks = (pad(probability, (0, missing)) if missing else probability).unflatten(
-        -1, (-1, size)
-    )  # (N, V / size, size)
-    before = blocks.sum(-1, dtype=torch.float64).cumsum(-1)
-    total = before[:, -1:]
-    target = uniform.double()[:, None] * total  # < total, as uniform <= 1 - 2^-24
-    block = (before <= target).sum(-1, keepdim=True).clamp(max=before.shape[1] - 1)
-    rest = target - before.gather(-1, (block - 1).clamp(min=0)).masked_fill(block == 0, 0.0)
-    inside = blocks.gather(1, block[:, :, None].expand(-1, 1, size))[:, 0]  # (N, size)
-    index = (inside.cumsum(-1, dtype=torch.float64) <= rest).sum(-1, keepdim=True).clamp(max=size - 1)
-    index = torch.where(inside.gather(-1, index) > 0, index, inside.argmax(-1, keepdim=True))
-    token = block * size + index
-    return token[:, 0], (logits.gather(-1, token) - evenly(torch.log, total).float())[:, 0]
-
-
-def kept(logits: Tensor, settings: RowSettings) -> Tensor:
-    """(N, V): a mask of the ids that pass top-k and top-p."""
-    greedy = settings.temperature == 0
-    tempered = logits / settings.temperature.masked_fill(greedy, 1.0)[:, None]
-    return _filter(tempered, settings.top_p, settings.top_k) > float("-inf")
-
-
-def _filter(logits: Tensor, top_p: Tensor, top_k: Tensor) -> Tensor:
-    """-inf outside the top k and, among those, outside the smallest set of mass top_p. At least one id stays.
-
-    Ties are broken by id, so that exactly k remain.
-    """
-    ordered, order = logits.sort(dim=-1, descending=True, stable=True)
-    rank = torch.arange(logits.shape[-1], device=logits.device)
-    outside = (top_k[:, None] > 0) & (rank >= top_k[:, None])
-    probability = ordered.masked_fill(outside, float("-inf")).double().softmax(-1)
-    mass_before = probability.cumsum(-1) - probability
-    outside = outside | ((top_p[:, None] < 1) & (rank > 0) & (mass_before >= top_p[:, None]))
-    return torch.empty_like(logits).scatter(-1, order, ordered.masked_fill(outside, float("-inf")))
-
-
-def filters(sampling: Sampling) -> bool:
-    """Whether drawing needs the sorted vocabulary."""
-    return sampling.top_k > 0 or sampling.top_p < 1

@@ -33,8 +33,8 @@ from opd.common.errors import ModelError, OpdError, RecipeError, RemoteError, Se
 from opd.common.http import LOOPBACK, HttpAddress, Variable, nothing, to_stderr, token_of
 from opd.common.short_forms import SHORT_FORMS
 from opd.common.text import plain
-from opd.engines.draws import request_key, uniforms
 from opd.engines.kinds import BuiltInSampler, SamplerKind
+from opd.engines.requests import request_key, uniforms
 from opd.models.load import empty_model
 from opd.models.settings import Lora
 from opd.records import Finished, SampledToken, SampleRequest, TokenSampler, WeightsRef
@@ -47,18 +47,16 @@ if TYPE_CHECKING:
     from opd.engines.calls import Partner
     from opd.models.language_model import LanguageModel
 
-    pass
 
-
-ALONE = "is about all weights, and of this student the engines get the adapter alone after every update"
+ALONE = "shares all weights, and the engines get only the adapter of this student after every update"
 
 
 class VllmSampler(SamplerKind):
     """Samples with vLLM engines in separate processes. They receive the student's weights after every update."""
 
     name = "vllm"
-    led = True
-    beside_training = True
+    leader_only = True
+    alongside_training = True
 
     python: Address | None = Field(
         None, description="of the environment that has vLLM, to start engines with; default: the one that runs opd"
@@ -68,24 +66,25 @@ class VllmSampler(SamplerKind):
         None, min_length=1, max_length=64, description="CUDA_VISIBLE_DEVICES of each replica; default: as it is here"
     )
     address: Annotated[list[HttpAddress], SHORT_FORMS["sampler.address"]] = Field(
-        default_factory=list, max_length=64, description="of engines that run already, instead of starting any"
+        default_factory=list, max_length=64, description="of engines that are already running, instead of starting any"
     )
     token_env: Variable = Field("OPD_TOKEN", description="the variable that holds their token; of `address`")
     slots: Positive = Field(256, le=65_536, description="sequences that an engine decodes side by side")
     parallel: int = Field(1, ge=1, le=64, description="GPUs of one engine (tensor_parallel_size)")
     memory: float = Field(0.4, gt=0, le=1, description="share of a GPU's memory for weights and cache of an engine")
     cache: Positive | None = Field(None, le=4096, description="GiB of an engine's cache, on CPUs; default: vLLM's")
-    eager: bool = Field(False, description="neither compile nor record graphs: starts sooner, samples slower")
+    eager: bool = Field(False, description="no compilation and no CUDA graphs: starts sooner, samples more slowly")
     lora: Literal["swap", "merge"] | None = Field(
         None,
-        description="a student's adapters: given by themselves, or merged into all weights; default: swap where vLLM takes them",
+        description="how engines get a student's adapters: separately (swap), or merged into all weights; default: swap if vLLM supports them",
     )
     weights: Literal["file", "shared"] = Field(
         "file",
-        description="how engines get all weights: as a file over HTTP; or out of memory that those on this machine share with the trainer",
+        description="how engines get all weights: as a file over HTTP, or through memory shared with the trainer (same machine)",
     )
     correct: bool = Field(
-        True, description="terms that weigh by ratios and name no correction get tis: log-probs of two engines differ"
+        True,
+        description="terms that weight by ratios and name no correction get tis, because log-probs of two engines differ",
     )
     tolerance: float = Field(
         0.2, gt=0, le=10, description="nats, on average, by which an engine's log-probs may differ from the trainer's"
@@ -95,11 +94,13 @@ class VllmSampler(SamplerKind):
     @model_validator(mode="after")
     def _one_place(self) -> VllmSampler:
         if self.address and (self.python is not None or self.replicas != 1 or self.devices is not None):
-            raise ValueError("`address` names engines that run already, so python, replicas and devices do nothing")
+            raise ValueError(
+                "`address` names engines that are already running, so python, replicas and devices have no effect. Drop them"
+            )
         if self.devices is not None and len(self.devices) != self.replicas:
             raise ValueError(f"{len(self.devices)} devices for {self.replicas} replicas: name one for each")
         if len(set(self.address)) < len(self.address):
-            raise ValueError("an address comes twice")
+            raise ValueError("an address is given twice")
         if self.weights == "shared":
             self._shares()
         return self
@@ -108,12 +109,12 @@ class VllmSampler(SamplerKind):
         other = next((one for one in self.address if not LOOPBACK.fullmatch(urlsplit(one).hostname or "")), None)
         if other is not None:
             raise ValueError(
-                f"weights shared is for engines on this machine, and {other} may be another. Name it by 127.0.0.1, or set weights: file"
+                f"weights shared needs engines on this machine, and {other} may be on another machine. Use 127.0.0.1, or set weights: file"
             )
         if self.parallel > 1:
             raise ValueError(
-                f"weights shared is for engines of one GPU: with parallel {self.parallel} each has processes that no handle is passed "
-                "to. Set parallel: 1, or weights: file"
+                f"weights shared supports engines on one GPU only: with parallel {self.parallel} an engine has processes that receive no handle. "
+                "Set parallel: 1, or weights: file"
             )
         if self.lora == "swap":
             raise ValueError(f"weights shared {ALONE}. Set lora: merge, or weights: file")
@@ -132,7 +133,7 @@ class VllmSampler(SamplerKind):
 
         return VllmEngine(model, self, max_length, merge_stop=merge_stop)
 
-    def beside(self) -> SamplerKind:
+    def for_frozen_models(self) -> SamplerKind:
         return BuiltInSampler(dtype=self.dtype)
 
     def poll_stop(self, sampler: TokenSampler, check: Callable[[], None]) -> None:
@@ -161,7 +162,7 @@ class VllmSampler(SamplerKind):
     def adapter_notes(self, config: Any, lora: Lora) -> Iterable[str]:
 
         if self.takes_adapters(config, lora):
-            yield "sampler.lora swap: the engines get the weights below the adapter once, and the adapter alone after every update"
+            yield "sampler.lora swap: the engines get the base weights once, and only the adapter after every update"
         else:
             reason = "as the recipe says" if self.lora == "merge" else why_merged(config, lora)
             yield f"sampler.lora merge: the engines get all weights after every update, with the adapter added to them: {reason}"
@@ -169,25 +170,25 @@ class VllmSampler(SamplerKind):
     def notes(self) -> Iterable[str]:
         count = len(self.address) or self.replicas
         yield (
-            f"sampler: {count} vLLM engine{'s' if count > 1 else ''}, given the weights after every update. Lost beside the built-in "
-            "sampler: draws keyed by prompt and sample (a repeated run samples other answers) and checkpoint.resume: exact; an "
-            "interrupted answer goes on behind its last token, and the log-probs under a temperature other than 1 are unknown"
+            f"sampler: {count} vLLM engine{'s' if count > 1 else ''}, which get the weights after every update. Unlike with the built-in "
+            "sampler, draws are not keyed by prompt and sample (a repeated run samples other answers), checkpoint.resume: exact is not "
+            "supported, and log-probs under a temperature other than 1 are unknown. Interrupted answers resume after their last saved token"
         )
 
         if self.weights == "shared":
-            yield "sampler.weights shared: the engines read a copy of the student's weights that the trainer keeps on its device beside its own"
+            yield "sampler.weights shared: the engines read a copy of the student's weights that the trainer keeps on its device in addition to its own"
 
     def inquire(self) -> Iterable[str]:
 
         if self.address:
-            return look_at(self.address, self.token_env)
+            return check_engines(self.address, self.token_env)
         require_vllm(self.interpreter)
         return ()
 
-    def refuse(self, view: StageView) -> Iterable[str]:
-        yield from super().refuse(view)
+    def check(self, view: StageView) -> Iterable[str]:
+        yield from super().check(view)
         if self.lora is not None and not view.lora:
-            yield f"sampler.lora {self.lora} is about a student's adapters, and it has none. Drop it, or set student.lora."
+            yield f"sampler.lora {self.lora} applies to a student's adapters, and it has none. Drop it, or set student.lora."
         if view.resume == "exact":
             yield (
                 "checkpoint.resume exact draws unfinished answers again, token by token, and vLLM would draw others. Set "
@@ -195,13 +196,13 @@ class VllmSampler(SamplerKind):
             )
         if view.rollout.staleness and view.rollout.in_flight == "keep":
             yield (
-                "rollout.in_flight keep: vLLM reads answers under way again when its weights change. Set it to recompute, or to wait."
+                "rollout.in_flight keep: vLLM reads unfinished answers again when its weights change. Set it to recompute, or to wait."
             )
         for term in view.terms if view.rollout.temperature != 1 else ():
             if term.compares_with_sampler:
                 yield (
                     f"rollout.temperature {view.rollout.temperature:g} with sampler.engine vllm and a {term.name} term, which needs the "
-                    "log-probs that tokens were drawn with: vLLM tells those at temperature 1. Set it to 1, or sampler.engine: builtin."
+                    "log-probs that tokens were drawn with: vLLM returns those at temperature 1 only. Set it to 1, or sampler.engine: builtin."
                 )
 
 
@@ -410,7 +411,7 @@ class VllmEngine:
                     raise error
             if not all_away:
                 for error in errors:
-                    to_stderr(f"{error} Going on with the others")
+                    to_stderr(f"{error} Continuing with the others")
                 return
             if not waiting:
                 to_stderr(f"{errors[0]} Waiting for up to {patience:g} s")
@@ -445,13 +446,15 @@ class VllmEngine:
         given, adapter = self._newest, self._adapter
         assert given is not None
         if "base" not in found:
-            raise RemoteError(f"{replica.address} runs an earlier vllm_server.py: start the one of this opd.")
+            raise RemoteError(
+                f"{replica.address} runs an earlier vllm_server.py. Start the one from this version of opd."
+            )
         if adapter is not None and found["base"] != adapter.base:
             replica.put(adapter.base, adapter.below)
         if not (adapter or self._weights).give(replica, given.expected.version, given.place):  # replaced meanwhile
             return
-        said = replica.ask("POST", "/score", {"texts": self._probe.texts})["logprobs"]
-        given.expected.check(replica, said, self._spec.tolerance)
+        scores = replica.ask("POST", "/score", {"texts": self._probe.texts})["logprobs"]
+        given.expected.check(replica, scores, self._spec.tolerance)
         with self._lock:
             replica.fresh = given is self._newest
 
@@ -522,10 +525,10 @@ class _Call:
             else:  # an interrupted rollout whose last token was saved, but not its end
                 yield Finished(request.id, over)
         while True:
-            self.hand_out()
+            self.dispatch()
             if not self.waiting and not any(lane.tickets for lane in self.lanes.values()):
                 return
-            what, replica, more = self.news()
+            what, replica, more = self.next_event()
             if what == "back":
                 self.join(replica)
             elif what == "gone" and (not self.lanes or not isinstance(more, ServerAway)):
@@ -536,7 +539,7 @@ class _Call:
                 else:
                     yield from self.read(*more)
 
-    def news(self) -> tuple[str, Replica, Any]:
+    def next_event(self) -> tuple[str, Replica, Any]:
         while True:
             try:
                 return self.events.get(timeout=LOOK)
@@ -575,7 +578,7 @@ class _Call:
             raise ServerAway(f"{error} It ended {TRIES + 1} times in a row before it had drawn a token.")
         self.waiting.extendleft(reversed(lane.tickets.values()))
         replica.fresh = False
-        to_stderr(f"{error} Its {len(lane.tickets)} answers under way go on elsewhere, or when it is back")
+        to_stderr(f"{error} Its {len(lane.tickets)} unfinished answers continue on another engine, or when it is back")
         self.revive(replica)
 
     def revive(self, replica: Replica) -> None:
@@ -583,7 +586,7 @@ class _Call:
 
     # Requests
 
-    def hand_out(self) -> None:
+    def dispatch(self) -> None:
         """Send each request to the least loaded engine. Samples of one prompt stay together and share its prefill."""
         given: dict[str, tuple[EngineSession, dict[str, Ticket]]] = {}  # by session
         lane, prompt = None, None
@@ -598,13 +601,13 @@ class _Call:
             lane.tickets[str(self.numbers)] = ticket
             given.setdefault(lane.session, (lane, {}))[1][str(self.numbers)] = ticket
         for lane, tickets in given.values():
-            wanted = [self.wish(name, ticket) for name, ticket in tickets.items()]
+            wanted = [self.request_body(name, ticket) for name, ticket in tickets.items()]
             try:
                 lane.replica.ask("POST", "/submit", {"session": lane.session, "requests": wanted})
             except ServerAway as error:
                 self.lose(lane, error)
 
-    def wish(self, name: str, ticket: Ticket) -> dict[str, Any]:
+    def request_body(self, name: str, ticket: Ticket) -> dict[str, Any]:
         how = ticket.request.sampling
         return {
             "name": name, "ids": ticket.prompt + ticket.ids, "max_tokens": how.max_new_tokens - len(ticket.ids),
@@ -686,7 +689,7 @@ class Replica:
     def close(self) -> None:
         """Stop what `start` started."""
 
-    def why_gone(self) -> str:
+    def exit_reason(self) -> str:
         return ""
 
     def ask(
@@ -721,9 +724,7 @@ class Replica:
         try:
             answer = json.loads(found)
         except ValueError:
-            raise RemoteError(
-                f"{self.address}: {method} {path} was answered with no JSON. Is it vllm_server.py?"
-            ) from None
+            raise RemoteError(f"{self.address}: {method} {path} did not return JSON. Is it vllm_server.py?") from None
         if response.status != 200:
             reason = plain(answer.get("error", answer), 600) if isinstance(answer, dict) else plain(answer, 600)
             raise RemoteError(f"{self.address}: {method} {path} was answered with {response.status}: {reason}.")
@@ -757,8 +758,8 @@ class Replica:
         return connection
 
     def _away(self, method: str, path: str, error: BaseException) -> ServerAway:
-        said = plain(error, 300) or type(error).__name__
-        return ServerAway(f"vLLM at {self.address}: {method} {path}: {said}.{self.why_gone()}")
+        reason = plain(error, 300) or type(error).__name__
+        return ServerAway(f"vLLM at {self.address}: {method} {path}: {reason}.{self.exit_reason()}")
 
 
 class OwnReplica(Replica):
@@ -786,11 +787,11 @@ class OwnReplica(Replica):
         assert self._process.stdout is not None
         timer = threading.Timer(BEGIN, self._process.kill)
         timer.start()
-        said = self._process.stdout.readline()
+        first = self._process.stdout.readline()
         timer.cancel()
-        if not said:
-            raise RemoteError(f"sampler: vLLM did not start.{self.why_gone()}")
-        self.address = f"http://127.0.0.1:{json.loads(said)['port']}"
+        if not first:
+            raise RemoteError(f"sampler: vLLM did not start.{self.exit_reason()}")
+        self.address = f"http://127.0.0.1:{json.loads(first)['port']}"
 
     def close(self) -> None:
         process, self._process = self._process, None
@@ -803,7 +804,7 @@ class OwnReplica(Replica):
             if stream is not None:
                 stream.close()
 
-    def why_gone(self) -> str:
+    def exit_reason(self) -> str:
         ended = self._process is None or self._process.poll() is not None
         tail = self._log.read_text(errors="replace")[-TAIL:] if self._log.exists() else ""
         return f" Its process has ended; the end of its log:\n{plain(tail, TAIL)}" if ended and tail else ""
@@ -830,7 +831,7 @@ def require_vllm(python: str) -> None:
         )
 
 
-def look_at(address: list[str], token_env: str) -> list[str]:
+def check_engines(address: list[str], token_env: str) -> list[str]:
     """Check running engines: raise an error if one rejects our token; return a note for each unreachable one."""
     away = []
     for replica in replicas_of(address, token_env, "", [], Path()):
@@ -869,14 +870,16 @@ def why_merged(config: Any, settings: Lora) -> str:
     from opd.models.lora import find_targets
 
     if settings.rank > RANK:
-        return f"vLLM takes adapters of rank {RANK} at most, and student.lora.rank is {settings.rank}"
+        return f"vLLM supports adapters of rank {RANK} at most, and student.lora.rank is {settings.rank}"
     module = empty_model(config)
     targets = find_targets(module, module.get_output_embeddings(), settings)
     if targets.parameters:
-        return f"vLLM does not take adapters on a mixture's experts as they are trained here ({targets.parameters[0]})"
+        return (
+            f"vLLM does not support adapters on a mixture's experts as they are trained here ({targets.parameters[0]})"
+        )
     kinds = {name: type(module.get_submodule(name)) for name in targets.modules}
     odd = next((name for name, kind in kinds.items() if not issubclass(kind, torch.nn.Linear)), None)
-    return "" if odd is None else f"vLLM takes adapters on linear layers, and {odd} is a {kinds[odd].__name__}"
+    return "" if odd is None else f"vLLM supports adapters on linear layers, and {odd} is a {kinds[odd].__name__}"
 
 
 class AdapterFile:
@@ -934,17 +937,17 @@ class Expected:
     settles: bool = True  # whether the difference is the engine's rounding: a zero adapter is not rounded
 
     def check(self, replica: Replica, found: Sequence[Sequence[float]], tolerance: float) -> None:
-        said = np.array([value for text in found for value in text], dtype=np.float64)
-        gap = float(np.abs(said - self.now).mean()) if said.shape == self.now.shape else np.inf
+        scores = np.array([value for text in found for value in text], dtype=np.float64)
+        gap = float(np.abs(scores - self.now).mean()) if scores.shape == self.now.shape else np.inf
         allowed = tolerance if replica.noise is None else min(tolerance, max(ROUNDING, GROWTH * replica.noise))
-        before = float(np.abs(said - self.before).mean()) if self.before.size and gap > SEEN else np.inf
+        before = float(np.abs(scores - self.before).mean()) if self.before.size and gap > SEEN else np.inf
         if gap <= allowed and before * NEARER >= gap:
             replica.noise = gap if replica.noise is None and self.settles else replica.noise
             return
-        older = f"; from those it had before, by {before:.3g}" if np.isfinite(before) else ""
+        older = f", and by {before:.3g} with the previous weights" if np.isfinite(before) else ""
         raise TrainingError(
             f"sampler: vLLM at {replica.address} does not sample with the weights of version {self.version}: log-probs of a fixed text "
-            f"differ by {gap:.3g} nats on average from the trainer's (allowed {allowed:.3g}){older}. Its weights stayed behind, or it "
+            f"differ by {gap:.3g} nats on average from the trainer's (allowed {allowed:.3g}){older}. It still has older weights, or it "
             "computes something else. Nothing was sampled with them. Start the engines again and resume; sampler.tolerance is for "
             "engines that round more."
         )
@@ -991,7 +994,7 @@ class WeightsBuffer(Exported):
     """A copy of the model's weights. The model's own may be training, and change while an engine restarts."""
 
     def __init__(self, model: LanguageModel) -> None:
-        from opd.engines.vllm_memory import tensors_in
+        from opd.engines.vllm_server import tensors_in
 
         super().__init__(model)
         self._turn = threading.Condition()
@@ -1083,7 +1086,7 @@ class CudaMemory:
     def __init__(self, size: int, device: torch.device) -> None:
         import torch
 
-        from opd.engines.vllm_memory import cuda_handle
+        from opd.engines.vllm_server import cuda_handle
 
         self.bytes = torch.empty(size, dtype=torch.uint8, device=device)
         fields = self.bytes.untyped_storage()._share_cuda_()

@@ -22,32 +22,36 @@ import hashlib
 import hmac
 import json
 import math
+import mmap
 import os
 import queue
-import runpy
+import re
 import secrets
 import shutil
 import signal
+import stat
 import sys
 import tempfile
 import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qs, urlsplit
+
+if TYPE_CHECKING:
+    import torch
 
 BODY, PIECE = 256 << 20, 1 << 20  # most bytes of a JSON request; bytes of a file read at a time
 QUIET = 5.0  # seconds without tokens before an empty line is sent as a sign of life
 TOKEN = "OPD_TOKEN"
-BESIDE = str(Path(__file__).with_name("vllm_memory.py"))  # only loaded for shared memory
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # LoRA ranks that vLLM supports
 
 
-class Refused(Exception):
+class RequestError(Exception):
     """An error response. Arguments: HTTP status, reason."""
 
 
@@ -94,7 +98,7 @@ class Host:
             self._engine, self.identity, self._stops = self._made(asked), identity, asked["stop_ids"]
             self._max_length = asked["max_length"]
         elif identity != self.identity or asked["max_length"] > self._max_length:
-            raise Refused(409, "it has an engine for another model, other settings or shorter answers: start it again")
+            raise RequestError(409, "it has an engine for another model, other settings or shorter answers: restart it")
         return self.state()
 
     def _made(self, asked: dict[str, Any]) -> Any:
@@ -106,7 +110,7 @@ class Host:
             from vllm.v1.engine.llm_engine import LLMEngine
         except ModuleNotFoundError as error:
             reason = f"{sys.executable} cannot import vLLM ({error}). Name the Python that has it under sampler.python"
-            raise Refused(501, reason) from None
+            raise RequestError(501, reason) from None
 
         home = self._scratch / "model"
         home.mkdir(exist_ok=True)
@@ -139,7 +143,7 @@ class Host:
 
         folder = self._scratch / "adapter"
         folder.mkdir(exist_ok=True)
-        self.hint = "sampler.lora: merge does without adapters, if it is these: "
+        self.hint = "if adapters are the cause, set sampler.lora: merge. "
         (folder / "adapter_config.json").write_text(json.dumps(settings), encoding="utf-8")
         self._policy, self._swap = (LoRARequest("policy", 1, str(folder), load_inplace=new) for new in (False, True))
         rank, targets = min(rank for rank in RANKS if rank >= settings["r"]), settings["target_modules"]
@@ -156,7 +160,7 @@ class Host:
     def adapt(self, version: int, path: Path) -> dict[str, Any]:
         """Replace the adapter, likewise."""
         if self._base is None:
-            raise Refused(409, "it has no weights for an adapter")
+            raise RequestError(409, "it has no weights for an adapter")
         path.replace(Path(self._swap.lora_path) / "adapter_model.safetensors")
         self.engine.add_lora(self._swap)
         return self._loaded(version)
@@ -169,7 +173,7 @@ class Host:
     @property
     def engine(self) -> Any:
         if self._engine is None:
-            raise Refused(409, "no engine is open")
+            raise RequestError(409, "no engine is open")
         return self._engine
 
     def state(self) -> dict[str, Any]:
@@ -196,7 +200,7 @@ class Host:
         from vllm.sampling_params import RequestOutputKind
 
         if self.version < 0:
-            raise Refused(409, "it has no weights yet")
+            raise RequestError(409, "it has no weights yet")
         self._sessions.setdefault(session, queue.Queue())
         for request in requests:
             name = f"{session}/{request['name']}"
@@ -267,7 +271,7 @@ class Handler(BaseHTTPRequestHandler):
         host = self.host
         calls: dict[str, Callable[[dict[str, Any]], Any]] = {
             "/open": host.open,
-            "/weights": lambda body: runpy.run_path(BESIDE)["load_shared"](host.load, body),
+            "/weights": lambda body: load_shared(host.load, body),
             "/score": lambda body: {"logprobs": host.score(body["texts"])},
             "/submit": lambda body: host.submit(body["session"], body["requests"]),
             "/abort": lambda body: host.abort(body["session"], body.get("names")),
@@ -281,15 +285,15 @@ class Handler(BaseHTTPRequestHandler):
         try:
             given = self.headers.get("Authorization", "")
             if not hmac.compare_digest(given.encode(), f"Bearer {self.token}".encode()):
-                raise Refused(401, "the token is missing or wrong")
+                raise RequestError(401, "the token is missing or wrong")
             route = routes.get(urlsplit(self.path).path)
             if route is None:
-                raise Refused(404, "there is nothing under this address")
+                raise RequestError(404, "unknown path")
             found = route()
             if found is not None:
                 self._send(200, found)
-        except Refused as refused:
-            self._send(refused.args[0], {"error": refused.args[1]})
+        except RequestError as error:
+            self._send(error.args[0], {"error": error.args[1]})
         except (BrokenPipeError, ConnectionResetError):
             self.close_connection = True
         except Exception as error:  # engine errors are sent to the client and logged
@@ -309,7 +313,7 @@ class Handler(BaseHTTPRequestHandler):
     def _length(self, most: int) -> int:
         length = int(self.headers.get("Content-Length", -1))
         if not 0 <= length <= most:
-            raise Refused(413, f"a body of {length} bytes; at most {most} are taken")
+            raise RequestError(413, f"a body of {length} bytes; at most {most} are accepted")
         return length
 
     def _body(self) -> dict[str, Any]:
@@ -333,7 +337,7 @@ class Handler(BaseHTTPRequestHandler):
                 while left:
                     piece = self.rfile.read(min(left, PIECE))
                     if not piece:
-                        raise Refused(400, f"{left} bytes are missing")
+                        raise RequestError(400, f"{left} bytes are missing")
                     file.write(piece)
                     left -= len(piece)
             return self.host.ask(lambda: load(version, path))
@@ -368,17 +372,129 @@ def end_with(parent: Any, scratch: Path) -> None:
     os.killpg(os.getpgrp(), signal.SIGKILL)
 
 
+# --- Memory shared by a run and the engines on its machine: `sampler.weights: shared`. The run uses this as well. ---
+#
+# {"process": P, "descriptor": D, "name": N}    anonymous memory of process P
+# {"uuid": U, "handle": …, …}                   memory of the GPU U (CUDA IPC)
+#
+# Either is one block of bytes, with each tensor at its `start`.
+
+
+MEMORY = re.compile(r"opd-vllm-weights-[0-9a-f]{16}")  # random: no other memory has this name
+
+# torch decrements the run's counter, which is 1, after every opening. The counter is unsigned: one decrement too many makes it
+# huge, and the memory is never freed. Shared memory cannot have this name (two slashes), and torch ignores a counter that
+# it cannot open, so it stays 1 until the run decrements it.
+UNCOUNTED = b"/opd/uncounted"
+
+
+def load_shared(load: Callable[..., Any], asked: dict[str, Any]) -> Any:
+    """Load weights from shared memory, in the engine. After it returns, the engine no longer reads the memory."""
+    import torch
+
+    memory = opened(asked["memory"])
+    try:
+        return load(asked["version"], None, list(tensors_in(memory, asked["tensors"])))
+    finally:
+        if memory.is_cuda:
+            for device in {memory.device.index, torch.cuda.current_device()}:
+                torch.cuda.synchronize(device)
+
+
+def opened(memory: dict[str, Any]) -> torch.Tensor:
+    """Open the memory as one tensor of bytes."""
+    return _opened_cuda(memory) if "uuid" in memory else _opened_plain(**memory)
+
+
+def tensors_in(memory: torch.Tensor, tensors: list[dict[str, Any]]) -> Iterator[tuple[str, torch.Tensor]]:
+    """(name, view) of each tensor."""
+    import torch
+
+    for entry in tensors:
+        dtype, shape, start = getattr(torch, entry["dtype"], None), entry["shape"], entry["start"]
+        if not isinstance(dtype, torch.dtype):
+            raise ValueError(f"{entry['name']}: there is no dtype {entry['dtype']!r}")
+        end = start + math.prod(shape) * dtype.itemsize
+        if not 0 <= start <= end <= memory.numel():
+            raise ValueError(f"{entry['name']} would take bytes {start} to {end} of {memory.numel()}")
+        yield entry["name"], memory[start:end].view(dtype).view(shape)
+
+
+def _opened_plain(process: int, descriptor: int, name: str) -> torch.Tensor:
+    """Open anonymous memory. Never opens a file: the name must be one that a run gives, and the owner this user."""
+    import torch
+
+    if not MEMORY.fullmatch(name):
+        raise ValueError(f"{name!r} is not the shared memory of a run")
+    link = f"/proc/{int(process)}/fd/{int(descriptor)}"
+    try:
+        if os.readlink(link) != f"/memfd:{name} (deleted)":
+            raise FileNotFoundError
+        file = os.open(link, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        raise ValueError(
+            f"the weights that process {process} shares cannot be opened from here: this engine is on another machine, in another "
+            "container, or of another user. Set sampler.weights: file"
+        ) from None
+    try:
+        found = os.fstat(file)
+        if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid():
+            raise ValueError(f"{name!r} belongs to another user")
+        # copy-on-write: pages are shared until written to, and writes here do not reach the run
+        return torch.frombuffer(mmap.mmap(file, found.st_size, access=mmap.ACCESS_COPY), dtype=torch.uint8)
+    finally:
+        os.close(file)
+
+
+def _opened_cuda(memory: dict[str, Any]) -> torch.Tensor:
+    import torch
+
+    seen = devices()
+    if memory["uuid"] not in seen:
+        raise ValueError(
+            f"the run's weights are on GPU {memory['uuid']}, and this engine sees {', '.join(seen) or 'none'}. Name that one as well, "
+            "after the engine's own, in sampler.devices; or set sampler.weights: file"
+        )
+    storage = torch.UntypedStorage._new_shared_cuda(*cuda_fields(memory, seen.index(memory["uuid"])))
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+def devices() -> list[str]:
+    """UUIDs of the GPUs that this process sees. Device numbers would depend on CUDA_VISIBLE_DEVICES."""
+    import torch
+
+    return [str(torch.cuda.get_device_properties(index).uuid) for index in range(torch.cuda.device_count())]
+
+
+def cuda_handle(uuid: str, fields: tuple[Any, ...]) -> dict[str, Any]:
+    """The result of torch's `_share_cuda_` as JSON.
+
+    Without its event: the run has already waited for its writes, and torch would leak an event at every opening. Without
+    its counter: see `UNCOUNTED`.
+    """
+    _, handle, size, offset, *_ = fields
+    return {"uuid": uuid, "size": size, "offset": offset, "handle": handle.hex()}
+
+
+def cuda_fields(memory: dict[str, Any], index: int) -> tuple[Any, ...]:
+    """The arguments of `_new_shared_cuda`. `index`: the GPU's number in this process."""
+    size, offset = int(memory["size"]), int(memory["offset"])
+    if min(size, offset) < 0:
+        raise ValueError(f"invalid size and offset: {size}, {offset}")
+    return index, bytes.fromhex(memory["handle"]), size, offset, UNCOUNTED, 0, b"", False
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="A vLLM engine that samples for `sampler: {engine: vllm}` of opd.")
-    parser.add_argument("--host", default="127.0.0.1", help="no encryption: others than loopback need a tunnel")
+    parser.add_argument("--host", default="127.0.0.1", help="not encrypted: use a tunnel for anything but loopback")
     parser.add_argument("--port", type=int, default=8300, help="0: any; it is printed")
-    parser.add_argument("--token-env", default=TOKEN, help="variable with the token that runs have to bring")
-    parser.add_argument("--max-gib", type=float, default=512.0, help="of weights that are taken")
+    parser.add_argument("--token-env", default=TOKEN, help="environment variable with the token that runs must send")
+    parser.add_argument("--max-gib", type=float, default=512.0, help="largest weights accepted")
     parser.add_argument("--child", action="store_true", help="end with the process that holds the standard input open")
     given = parser.parse_args()
     token = os.environ.get(given.token_env, "")
     if not token:
-        sys.exit(f"{given.token_env} is not set: put a token into it, the same as where the run is.")
+        sys.exit(f"{given.token_env} is not set: set it to the same token as on the machine of the run.")
     own = Path(__file__).resolve().parent  # opd's modules must not shadow those that vLLM imports
     sys.path[:] = [path for path in sys.path if Path(path).resolve() != own]
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # run the engine in this process

@@ -29,18 +29,18 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from opd.common.context import StopRequests
 from opd.common.errors import AnotherRank, OpdError, RanksLost, RecipeError, Stopped, UserError
 from opd.common.messages import read_message, write_message
-from opd.engines.shared_sampler import SharedSampler
+from opd.engines.alongside import SharedSampler
 from opd.loop.learner import Optimiser, ShardedOptimiser
-from opd.loop.ranks import Ranks, refuse_numbered
+from opd.loop.ranks import Ranks, reject_numbered
 from opd.models.language_model import LanguageModel, Pack
 from opd.models.settings import Lora
-from opd.models.sharded import SHARD, ShardedModel, files_here, load_parted, load_spread, whole_of
+from opd.models.sharded import SHARD, ShardedModel, files_here, gather_full, load_presharded, load_sharded_frozen
 from opd.objective.batch import Batch
 from opd.objective.micro import TokenStatistics
 from opd.recipe import Stage, Train
 from opd.recipe.stage import Cluster
 from opd.records import Rollout, Signal, TokenSampler
-from opd.teachers.of_student import SPREAD
+from opd.teachers.kinds import SPREAD
 
 if TYPE_CHECKING:
     from opd.loop.ranks import Seen
@@ -82,13 +82,13 @@ class DistributedRanks(Ranks):
                 f"rollout.staleness {spec.rollout.staleness} with several ranks: they sample and train in turns. Set it to 0, or run "
                 "in one process."
             )
-        if spec.rollout.environment is not None:
+        if spec.environments:
             raise RecipeError(
                 "rollout.environment with several ranks: turns are played in one process. Run it without torchrun."
             )
         if spec.rollout.demonstrations is not None:
             raise RecipeError(
-                "rollout.demonstrations with several ranks: one process asks for them and writes them down. Drop them, or run in "
+                "rollout.demonstrations with several ranks: one process requests and stores them. Drop them, or run in "
                 "one process."
             )
         if spec.keeps_hidden:
@@ -101,12 +101,12 @@ class DistributedRanks(Ranks):
             if kind.is_student_now:
                 raise RecipeError(f"teachers.{name}: {SPREAD}")
             for ref in kind.reads():
-                refuse_numbered(ref.device or "", f"teachers.{name}: ")
+                reject_numbered(ref.device or "", f"teachers.{name}: ")
 
     def device(self, asked: torch.device, name: str) -> torch.device:
         if asked.type == "cpu":
             return asked
-        refuse_numbered(name)
+        reject_numbered(name)
         if self._local >= torch.cuda.device_count():
             raise RecipeError(
                 f"rank {self.rank} has no GPU: this machine has {torch.cuda.device_count()}, and ranks {self._local + 1} or more were "
@@ -141,12 +141,12 @@ class DistributedRanks(Ranks):
         padded = torch.nn.functional.pad(message, (0, longest - message.numel()))
         everyone = [torch.empty(longest, dtype=torch.uint8) for _ in range(self.size)]
         dist.all_gather(everyone, padded)
-        told = [
+        received = [
             (asked, part) if rank == self.rank else self._opened(everyone[rank][: int(lengths[rank])])
             for rank in range(self.size)
         ]
-        self._note_stop(max(stop for stop, _ in told))
-        return [other for _, other in told]
+        self._note_stop(max(stop for stop, _ in received))
+        return [other for _, other in received]
 
     def _opened(self, message: torch.Tensor) -> Any:
         turn, value = read_message(message.numpy().tobytes())
@@ -204,25 +204,25 @@ class DistributedRanks(Ranks):
 
     # --- Work ---
 
-    def opens_sampler(self, led: bool) -> bool:
-        return self.leads or not led
+    def opens_sampler(self, leader_only: bool) -> bool:
+        return self.leads or not leader_only
 
-    def samples_everywhere(self, led: bool) -> bool:
-        return not led
+    def samples_everywhere(self, leader_only: bool) -> bool:
+        return not leader_only
 
     def deal(self, rollouts: Sequence[Rollout]) -> list[Rollout]:
         """Deal whole groups or pairs, the longest first, each to the rank with the fewest tokens so far."""
         self._batch = {rollout.id: rollout for rollout in rollouts}
         sizes: dict[str, int] = {}
         for rollout in rollouts:
-            unit = rollout.pair or rollout.group
+            unit = rollout.unit
             sizes[unit] = sizes.get(unit, 0) + rollout.length
         loads, owner = [0] * self.size, {}
         for unit in sorted(sizes, key=lambda unit: -sizes[unit]):
             rank = min(range(self.size), key=lambda rank: loads[rank])
             owner[unit] = rank
             loads[rank] += sizes[unit]
-        return [rollout for rollout in rollouts if owner[rollout.pair or rollout.group] == self.rank]
+        return [rollout for rollout in rollouts if owner[rollout.unit] == self.rank]
 
     def load_student(
         self,
@@ -236,7 +236,7 @@ class DistributedRanks(Ranks):
     ) -> LanguageModel | None:
         if not all(self.gather(files_here(name, revision))):
             return None
-        return load_parted(
+        return load_presharded(
             name,
             dtype=dtype,
             device=device,
@@ -270,9 +270,9 @@ class DistributedRanks(Ranks):
             )
         return group
 
-    def load_spread(self, name: str, dtype: str, device: str, revision: str | None) -> LanguageModel:
+    def load_sharded_frozen(self, name: str, dtype: str, device: str, revision: str | None) -> LanguageModel:
         mesh = init_device_mesh(torch.device(device).type, (self.size,))
-        return load_spread(name, dtype=dtype, device=device, revision=revision, mesh=mesh, most=self.most)
+        return load_sharded_frozen(name, dtype=dtype, device=device, revision=revision, mesh=mesh, most=self.most)
 
     def optimiser(self, student: LanguageModel, train: Train) -> Optimiser:
         return ShardedOptimiser(student.trainable(), train, student.outer())
@@ -292,19 +292,19 @@ class DistributedRanks(Ranks):
     def whole(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         found = {}
         for name, tensor in tensors.items():
-            full = whole_of(tensor)
+            full = gather_full(tensor)
             if self.leads:
                 found[name] = full.to("cpu", copy=True)
         return found
 
-    def sampler(self, sampler: TokenSampler | None, led: bool = False) -> TokenSampler:
-        return SharedSampler(sampler, self, 1 if led else None)
+    def sampler(self, sampler: TokenSampler | None, leader_only: bool = False) -> TokenSampler:
+        return SharedSampler(sampler, self, 1 if leader_only else None)
 
     # --- Facts about a batch ---
 
     def exchange(self, signals: Mapping[str, Signal], hidden: bool) -> dict[str, Signal]:
-        told = {name: replace(signal, values=None) if hidden else signal for name, signal in signals.items()}
-        everyone = {name: signal for part in self.gather(told) for name, signal in part.items()}
+        sent = {name: replace(signal, values=None) if hidden else signal for name, signal in signals.items()}
+        everyone = {name: signal for part in self.gather(sent) for name, signal in part.items()}
         return everyone | dict(signals)
 
     def complete(self, batch: Batch) -> None:
@@ -313,7 +313,7 @@ class DistributedRanks(Ranks):
             _fill(vars(batch.first_pass), part)
 
     def collect(self, seen: Seen) -> Seen:
-        told = [
+        sent = [
             (
                 [rollout.id for rollout in pack.rollouts],
                 found.loss,
@@ -325,7 +325,7 @@ class DistributedRanks(Ranks):
             )
             for pack, found in seen
         ]
-        parts = self.gather(told)
+        parts = self.gather(sent)
         return [
             pair
             for rank, part in enumerate(parts)
@@ -345,7 +345,7 @@ class DistributedRanks(Ranks):
     def first_code(self, code: int) -> int | None:
         """The exit code of the first rank to fail; None if this rank is the first and should report the error.
 
-        The store may live in one rank. That rank then waits until the others have asked.
+        The store may live in one rank. That rank then waits until the others have read it.
         """
         try:
             if self._store.add(FAILED, 1) > 1:
@@ -384,9 +384,9 @@ def joined_ranks(make: Callable[[Any, int, int, int], DistributedRanks] = Distri
         torch.cuda.set_device(local)
     if dist.is_initialized():
         raise UserError(
-            "torch.distributed is in use in this process already; opd joins the ranks of a launcher itself."
+            "torch.distributed is already in use in this process; opd joins the ranks of a launcher itself."
         )
-    shared, rank, size = meet(PATIENCE)
+    shared, rank, size = rendezvous(PATIENCE)
     store = dist.PrefixStore(f"opd/{next(_RUNS)}", shared)
     backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=PATIENCE)
@@ -394,7 +394,7 @@ def joined_ranks(make: Callable[[Any, int, int, int], DistributedRanks] = Distri
     try:
         yield ranks
     except Stopped:
-        with suppress(RuntimeError):  # another rank has failed meanwhile
+        with suppress(RuntimeError):  # another rank has failed in the meantime
             ranks.barrier()  # the leader's save takes longest, and launchers end all ranks soon after one ends
         dist.destroy_process_group()
         raise
@@ -405,8 +405,8 @@ def joined_ranks(make: Callable[[Any, int, int, int], DistributedRanks] = Distri
             raise AnotherRank(code) from None
         if lost:
             raise RanksLost(
-                f"rank {rank} lost touch with another rank, which ended without a word: killed, or out of memory? Everything "
-                f"that was durable is kept: start all ranks again with `opd resume RUN`. ({str(error).splitlines()[0][:200]})"
+                f"rank {rank} lost its connection to another rank, which ended without an error message: killed, or out of memory? Everything "
+                f"durable is kept. Restart all ranks with `opd resume RUN`. ({str(error).splitlines()[0][:200]})"
             ) from None
         raise
     else:
@@ -418,7 +418,7 @@ def _lost(error: RuntimeError) -> bool:
     return isinstance(error, dist.DistError) or "gloo" in str(error) or "Connection" in str(error)
 
 
-# --- Where ranks meet: torch's store and gloo's sockets ---
+# --- Rendezvous: torch's store and gloo's sockets ---
 #
 # By default they listen on every address of a machine, and neither asks for a token. So they stay on loopback if all ranks are on one machine,
 # and otherwise on the network of MASTER_ADDR if that is an IP address. The store of torchrun and NCCL's sockets (NCCL_SOCKET_IFNAME) are not changed.
@@ -429,7 +429,7 @@ INTERFACE = "GLOO_SOCKET_IFNAME"
 LOOPBACK = "127.0.0.1"
 
 
-def meet(patience: timedelta) -> tuple[Any, int, int]:
+def rendezvous(patience: timedelta) -> tuple[Any, int, int]:
     """The store of the launcher's ranks, the number of this rank, and the number of ranks."""
     host, rank, size = os.environ["MASTER_ADDR"], int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     alone = os.environ.get("LOCAL_WORLD_SIZE") == str(size)

@@ -22,28 +22,28 @@ from torch.utils.weak import WeakIdKeyDictionary
 from opd.common.errors import ModelError, RecipeError, TrainingError, UserError
 from opd.common.text import shortened
 from opd.loop.metrics import StepResult
-from opd.loop.oom_retry import MicroBudget
+from opd.loop.oom_retry import MicroBudget, micro_batches, once
 from opd.loop.ranks import Ranks
 from opd.loop.step import train_step
 from opd.models.cuda_graphs import PassGraphs
-from opd.models.language_model import LanguageModel
-from opd.models.modules import AnyModule, Module, ModuleKind, open_modules
+from opd.models.language_model import LanguageModel, Pack
+from opd.models.modules import AnyModule, Module, ModuleKind, OwnModule, by_student, open_modules
 from opd.models.optimisers import OptimisedWeights
-from opd.models.sharded import SHARD, shard_of, whole_of
+from opd.models.sharded import SHARD, gather_full, shard_of
 from opd.objective.batch import Batch, RewardsById
 from opd.objective.objective import Objective
-from opd.objective.term import module_mistakes, refusals
+from opd.objective.term import module_mistakes, objective_mistakes
 from opd.recipe import Rollouts, Train
 from opd.recipe.stage import WEIGHTS
 from opd.records import Rollout, Signal, SignalKind
-from opd.registry import StageView, by_hand
-from opd.teachers.router import by_teacher
+from opd.registry import StageView, validate_settings
+from opd.teachers.kinds import by_teacher
 
 
 class Trainer:
     """`train`: a recipe's `train` keys. `teacher_of`: domain -> teacher, so that micro-batches hold one teacher's rollouts.
 
-    `told`: called with the new size of micro-batches after memory ran out.
+    `on_smaller`: called with the new size of micro-batches after memory ran out.
     """
 
     def __init__(
@@ -56,25 +56,27 @@ class Trainer:
         teacher_of: Mapping[str, str] | None = None,
         check_stop: Callable[[], None] = lambda: None,
         ranks: Ranks | None = None,
-        told: Callable[[int], None] = lambda tokens: None,
+        on_smaller: Callable[[int], None] = lambda tokens: None,
         modules: Mapping[str, ModuleKind | Mapping[str, Any]] | None = None,
     ) -> None:
         self.ranks = ranks or Ranks()
         self.student, self.objective = student, objective
-        self.train: Train = by_hand("train", Train, train if train is not None else {})
-        self._kinds: dict[str, ModuleKind] = by_hand("modules", dict[str, AnyModule], modules or {})
+        self.train: Train = validate_settings("train", Train, train if train is not None else {})
+        self._kinds: dict[str, ModuleKind] = validate_settings("modules", dict[str, AnyModule], modules or {})
         self._require_precision()
-        self._refuse()
-        self.modules = open_modules(self._kinds, student, seed)
-        objective.modules, student.has_modules = self.modules, bool(self.modules)
+        self._reject_terms()
+        self.modules = open_modules(self._kinds, student, seed, objective.teachers)
+        objective.modules = {name: module for name, module in self.modules.items() if not self._kinds[name].own}
+        student.has_modules = bool(objective.modules)
         trained = {
-            name: ModuleUpdates(self.modules[name], kind, self.train, self.ranks) for name, kind in self._kinds.items()
+            name: (OwnUpdates if kind.own else ModuleUpdates)(self.modules[name], kind, self.train, self.ranks)
+            for name, kind in self._kinds.items()
         }
         self.learner = Learner(self.ranks.optimiser(student, self.train), trained)
         if self.ranks.size == 1:
             student.graphs = PassGraphs.of(student)
         self.steps = 0  # the newest step
-        self._budget = MicroBudget(self.train.micro_budget, told)
+        self._budget = MicroBudget(self.train.micro_budget, on_smaller)
         self._seed, self._teacher_of, self._check_stop = seed, teacher_of or {}, check_stop
 
     def __repr__(self) -> str:
@@ -90,7 +92,7 @@ class Trainer:
                 f"Load it with dtype={wanted!r}, or leave precision out."
             )
 
-    def _refuse(self) -> None:
+    def _reject_terms(self) -> None:
         """Reject terms that cannot work with rollouts sampled like this.
 
         The writers and the number of answers per prompt are known only in a batch, so only what is a mistake in every case is rejected.
@@ -106,11 +108,15 @@ class Trainer:
         }
         roles = frozenset(teacher.role for teacher in self.objective.teachers.values())
         found: list[list[str]] = []
-        for shares in ({}, {"data_share": 0.25, "teacher_share": 0.25}):
-            rollout: Rollouts = by_hand("drawing", Rollouts, {**drawn, **shares})
+        some = [{"kind": "rejected", "samples": 1}, {"kind": "teacher", "samples": 1}]
+        others = {"samples": 3, "data_share": 0.25, "teacher_share": 0.25, "writers": some}
+        for writers in ({}, others, {"data_share": 1.0}):
+            rollout: Rollouts = validate_settings("drawing", Rollouts, {**drawn, **writers})
             lora = self.student.adapter is not None
-            found.append(refusals(StageView(rollout, self.train, self.objective.terms, roles, lora=lora)))
-        mistakes = [mistake for mistake in found[0] if mistake in found[1]]
+            turns = [None]  # rollouts may have some
+            view = StageView(rollout, self.train, self.objective.terms, roles, lora=lora, environments=turns)
+            found.append(objective_mistakes(view))
+        mistakes = [mistake for mistake in found[0] if all(mistake in some for some in found[1:])]
         mistakes += module_mistakes(self.objective.terms, self._kinds)
         if mistakes:
             raise RecipeError("\n".join(mistakes))
@@ -129,7 +135,7 @@ class Trainer:
             table = {rollout.domain: self._teacher(role, rollout.domain) for rollout in rollouts}
             answers = signals[role, kind] = {}
             for name, asked in by_teacher(rollouts, table).items():
-                found = self.objective.teachers[name].score(asked, self.objective.need_beside(signals, role, kind))
+                found = self.objective.teachers[name].score(asked, self.objective.need_given(signals, role, kind))
                 answers |= {rollout.id: signal for rollout, signal in zip(asked, found, strict=True)}
         return Batch(rollouts, signals, rewards or {})
 
@@ -146,58 +152,85 @@ class Trainer:
         if not isinstance(batch, Batch):
             raise UserError(f"trainer.step: expected trainer.batch(rollouts), got {shortened(batch)}.")
         self.steps = self.steps + 1 if step is None else step
-        result = train_step(
-            self.student,
-            batch,
-            self.objective,
-            self.learner,
-            step=self.steps,
-            train=self.train,
-            seed=self._seed,
-            teacher_of=self._teacher_of,
-            check_stop=self._check_stop,
-            ranks=self.ranks,
-            budget=self._budget,
-        )
+        scored = self._score(batch) if self.learner.own else {}
+        result = StepResult({}, step=self.steps)
+        if self.objective.terms:  # otherwise only modules learn
+            result = train_step(
+                self.student,
+                batch,
+                self.objective,
+                self.learner,
+                step=self.steps,
+                train=self.train,
+                seed=self._seed,
+                teacher_of=self._teacher_of,
+                check_stop=self._check_stop,
+                ranks=self.ranks,
+                budget=self._budget,
+            )
+        for module in self.learner.own.values():
+            module.step(self.steps)
+        result.measured |= scored
         result.measured |= {f"grad_norm/{name}": module.norm for name, module in self.learner.modules.items()}
         return result
 
+    def _score(self, batch: Batch) -> dict[str, float]:
+        """Modules with their own passes score the batch, and get their gradients. They are updated once the student is: no part
+        moves unless all gradients are finite.
+        """
+        own, metrics = self.learner.own, dict[str, float]()
+        batch.first_pass.scores.clear()
+        mine, device = self.ranks.deal(batch.rollouts), self.student.device
+
+        def cut() -> list[Pack]:
+            return micro_batches(mine, self._budget.tokens, device, {})
+
+        repeat = self._budget.repeat if self.ranks.size == 1 else once
+        with torch.autocast(device.type, torch.bfloat16, enabled=self.train.precision == "autocast"):
+            for name, module in own.items():
+                attempt = partial(module.backward, batch, self.steps, cut, self._check_stop)
+                metrics |= repeat(attempt, module.discard, batch.rollouts)
+                if not math.isfinite(module.norm):
+                    for other in own.values():
+                        other.discard()
+                    raise not_finite(self.steps, name)
+        return metrics
+
 
 class Learner:
-    """Everything that a step trains: the student, and optional modules by name. `train_step` uses it as one optimiser.
+    """Everything that a step trains: the student, and optional modules by name. `train_step` uses student and heads as one optimiser.
 
     Each part has its own optimiser, learning rate and clipping. No part is updated unless all gradients are finite.
     """
 
     def __init__(self, student: Optimiser, modules: Mapping[str, ModuleUpdates] | None = None) -> None:
         self.student, self.modules = student, dict(modules or {})
+        self.own = {name: module for name, module in self.modules.items() if isinstance(module, OwnUpdates)}
+        self.heads = {name: module for name, module in self.modules.items() if name not in self.own}
 
     @property
     def updates(self) -> int:
         return self.student.updates
 
     def clip(self) -> float:
-        """Clip all gradients. Returns the norm of the student's; those of modules are kept until `step`."""
-        for module in self.modules.values():
+        """Clip all gradients. Returns the norm of the student's; those of heads are kept until `step`."""
+        for module in self.heads.values():
             module.clip()
         return self.student.clip()
 
     def step(self, step: int) -> float:
         """Apply all gradients; returns the student's learning rate."""
-        for name, module in self.modules.items():
+        for name, module in self.heads.items():
             if not math.isfinite(module.norm):
                 self.discard()
-                raise TrainingError(
-                    f"step {step}: the gradient of module {name!r} is not finite. The update was not applied. Lower "
-                    f"modules.{name}.lr, or set modules.{name}.clip."
-                )
-        for module in self.modules.values():
+                raise not_finite(step, name)
+        for module in self.heads.values():
             module.step(step)
         return self.student.step(step)
 
     def discard(self) -> None:
         self.student.discard()
-        for module in self.modules.values():
+        for module in self.heads.values():
             module.discard()
 
     def finite(self) -> bool:
@@ -211,15 +244,17 @@ class ModuleUpdates:
 
     def __init__(self, module: Module, kind: ModuleKind, train: Train, ranks: Ranks) -> None:
         self.module, self._every, self._ranks = module, kind.every, ranks
-        spec = train.model_copy(update={"lr": kind.lr, "clip": kind.clip, "optimiser": kind.optimiser})
+        own = {"warmup": kind.warmup, "schedule": kind.schedule, "weight_decay": kind.weight_decay}
+        given = {name: value for name, value in own.items() if value is not None}
+        spec = train.model_copy(update={**given, "lr": kind.lr, "clip": kind.clip, "optimiser": kind.optimiser})
         weights = {name: weight for name, weight in module.parameters().items() if weight.requires_grad}
-        self.optimiser = Optimiser(weights, spec)
-        self._weights = list(weights.values())
+        self.optimiser = Optimiser(weights, spec, module.outer())
         self.norm = 0.0  # norm of the newest gradient before clipping
 
     def clip(self) -> float:
-        self._ranks.add_gradients(self._weights)
-        known = any(weight.grad is not None for weight in self._weights)
+        masters = self.optimiser.masters
+        self._ranks.add_gradients(masters)
+        known = any(weight.grad is not None for weight in masters)
         self.norm = self.optimiser.clip() if known else 0.0
         return self.norm
 
@@ -231,6 +266,74 @@ class ModuleUpdates:
 
     def discard(self) -> None:
         self.optimiser.discard()
+
+
+class OwnUpdates(ModuleUpdates):
+    """The update of a module with its own passes. `backward` gives it gradients; `step` applies them."""
+
+    module: OwnModule
+
+    def backward(
+        self, batch: Batch, step: int, cut: Callable[[], list[Pack]], check_stop: Callable[[], None]
+    ) -> dict[str, float]:
+        """Score every answer. Then pass those answers again for which the loss has a slope, and back-propagate it. Returns metrics.
+
+        `cut`: this rank's answers in micro-batches. Scores are those before the update.
+        """
+        module, rollouts, packs = self.module, batch.rollouts, cut()
+        known = batch.first_pass.scores[module.name] = dict[str, float]()
+        with torch.no_grad():
+            for pack in packs:
+                known |= zip((rollout.id for rollout in pack.rollouts), self._scores(pack).tolist(), strict=True)
+                check_stop()
+        self._ranks.complete(batch)
+        scores = torch.tensor([known[rollout.id] for rollout in rollouts], dtype=torch.float64, requires_grad=True)
+        if not bool(torch.isfinite(scores).all()):
+            self.norm = math.nan
+            return {}
+        with torch.autocast("cpu", enabled=False):
+            loss = module.loss(scores, rollouts, batch.rewards)
+        self.discard()
+        if loss is not None and step % self._every == 0:
+            (slopes,) = torch.autograd.grad(loss, scores)
+            by_id = {rollout.id: slope for rollout, slope in zip(rollouts, slopes.tolist(), strict=True)}
+            for pack in packs:
+                weights = [by_id[rollout.id] for rollout in pack.rollouts]
+                if any(weights):
+                    found = self._scores(pack)
+                    (found * found.new_tensor(weights)).sum().backward()
+                check_stop()
+        self.clip()
+        return self._metrics(scores.detach(), rollouts, loss)
+
+    def _scores(self, pack: Pack) -> Tensor:
+        found = self.module.scores(pack)
+        if found.shape != (len(pack.rollouts),):
+            raise TrainingError(
+                f"module {self.module.name!r} gave scores of shape {tuple(found.shape)} for {len(pack.rollouts)} answers. `scores` has to "
+                "return one number per rollout of the pack."
+            )
+        return found
+
+    def _metrics(self, scores: Tensor, rollouts: Sequence[Rollout], loss: Tensor | None) -> dict[str, float]:
+        name, own = self.module.name, torch.tensor([by_student(rollout) for rollout in rollouts])
+        found = {} if loss is None else {f"loss/{name}": float(loss.detach())}
+        for key, which in ((f"score/{name}", own), (f"score/{name}/others", ~own)):
+            if bool(which.any()):
+                found[key] = float(scores[which].mean())
+        return found | self.module.measure(scores, rollouts)
+
+    def step(self, step: int) -> float:
+        """Apply the gradients of this step's batch, if it had any."""
+        known = any(master.grad is not None for master in self.optimiser.masters)
+        return super().step(step) if known else 0.0
+
+
+def not_finite(step: int, module: str) -> TrainingError:
+    return TrainingError(
+        f"step {step}: the gradient of module {module!r} is not finite. The update was not applied. Lower modules.{module}.lr, or set "
+        f"modules.{module}.clip."
+    )
 
 
 # --- Optimisers, with fp32 masters, warm-up, a schedule and gradient clipping ---
@@ -281,6 +384,10 @@ class Optimiser:
             for master in group["params"]
         }
 
+    @property
+    def masters(self) -> list[nn.Parameter]:
+        return list(self._masters.values())
+
     def _weights(self, outer: frozenset[str]) -> OptimisedWeights:
         spec, shapes = self._spec, {name: tuple(parameter.shape) for name, parameter in self._parameters.items()}
         return OptimisedWeights(
@@ -293,7 +400,7 @@ class Optimiser:
         """Clip the gradients to norm `clip`; returns the norm before."""
         if any(_HOOKS[parameter] is not self._hooks[name] for name, parameter in self._halves.items()):
             raise UserError(
-                "another optimiser has been made for these weights, and it gets their gradients now. Go on with that one, "
+                "another optimiser has been made for these weights, and it gets their gradients now. Continue with that one, "
                 "or make a new one."
             )
         return self._clip(math.inf if self._spec.clip is None else self._spec.clip)
@@ -301,7 +408,7 @@ class Optimiser:
     def _clip(self, limit: float) -> float:
         masters = list(self._masters.values())
         total = nn.utils.get_total_norm([master.grad for master in masters if master.grad is not None])
-        return shorten(masters, limit, total)
+        return scale_to_norm(masters, limit, total)
 
     def _own(self, parameter: nn.Parameter) -> nn.Parameter:
         """A weight that is its own master."""
@@ -404,12 +511,12 @@ class Optimiser:
         """Pass gradients to this master only. An optimiser created earlier loses the weight."""
         if half in _HOOKS:
             _HOOKS[half].remove()
-        handle = half.register_post_accumulate_grad_hook(partial(_take_over, weakref.ref(master), cls._here))
+        handle = half.register_post_accumulate_grad_hook(partial(_move_gradient, weakref.ref(master), cls._here))
         _HOOKS[half] = handle
         return handle
 
 
-def _take_over(
+def _move_gradient(
     master: weakref.ref[nn.Parameter], here: Callable[[torch.Tensor], torch.Tensor], half: nn.Parameter
 ) -> None:
     """Move a weight's new gradient to its master, while the master exists."""
@@ -421,7 +528,7 @@ def _take_over(
     half.grad = None
 
 
-def shorten(parameters: list[nn.Parameter], limit: float, total: torch.Tensor) -> float:
+def scale_to_norm(parameters: list[nn.Parameter], limit: float, total: torch.Tensor) -> float:
     """Scale gradients of norm `total` down to norm `limit`. Smaller ones are not multiplied at all; torch would multiply them by 1."""
     if limit / (total + 1e-6) < 1:
         nn.utils.clip_grads_with_norm_(parameters, limit, total)
@@ -471,13 +578,13 @@ class ShardedOptimiser(Optimiser):
         squared = nn.utils.get_total_norm([master.grad for master in masters if master.grad is not None]).float() ** 2
         squared = squared.to(masters[0].device)
         dist.all_reduce(squared, group=self._mesh().get_group(SHARD))
-        return shorten(masters, limit, squared.sqrt())
+        return scale_to_norm(masters, limit, squared.sqrt())
 
     def _take_gradient(self, name: str, parameter: nn.Parameter) -> None:
         """For a weight that is its own master: take this rank's rows of the gradient."""
         master, rows = self._masters[name], self._here(parameter.detach())
         if rows.numel() and rows.data_ptr() != master.data_ptr():
-            raise RuntimeError(f"the rows of {name} lie elsewhere than when its optimiser was made")
+            raise RuntimeError(f"the rows of {name} have moved since its optimiser was created")
         master.grad = None if parameter.grad is None else self._here(parameter.grad)
 
     def _part(self, tensor: Tensor, owner: nn.Parameter) -> Tensor:
@@ -486,12 +593,12 @@ class ShardedOptimiser(Optimiser):
     def tensors(self) -> dict[str, Tensor]:
         """Distributed tensors, for the caller to gather."""
         found = super().tensors()
-        return {key: self._spread(owner, found[key]) for key, (owner, _) in self._owners(found).items()}
+        return {key: self._distributed(owner, found[key]) for key, (owner, _) in self._owners(found).items()}
 
     def _whole(self, name: str, rows: Tensor) -> Tensor:
-        return whole_of(self._spread(name, rows))
+        return gather_full(self._distributed(name, rows))
 
-    def _spread(self, name: str, tensor: Tensor) -> Tensor:
+    def _distributed(self, name: str, tensor: Tensor) -> Tensor:
         owner = self._parameters[name]
         if not tensor.ndim:
             return tensor

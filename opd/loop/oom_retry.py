@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from operator import attrgetter
 from typing import TypeVar
 
 import torch
@@ -25,14 +26,14 @@ def micro_batches(
     for rollout in rollouts:
         longest[rollout.group] = max(longest.get(rollout.group, 0), rollout.length)
     ordered = sorted(rollouts, key=lambda item: (teacher_of.get(item.id, ""), longest[item.group], item.group))
-    return [Pack.of(part, device) for part in pack(ordered, tokens, unit=lambda item: item.pair or item.group)]
+    return [Pack.of(part, device) for part in pack(ordered, tokens, unit=attrgetter("unit"))]
 
 
 class MicroBudget:
-    """Tokens of one micro-batch. `told`: called with a new budget."""
+    """Tokens of one micro-batch. `on_smaller`: called with a new budget."""
 
-    def __init__(self, tokens: int, told: Callable[[int], None] = lambda tokens: None) -> None:
-        self.tokens, self._told = tokens, told
+    def __init__(self, tokens: int, on_smaller: Callable[[int], None] = lambda tokens: None) -> None:
+        self.tokens, self._on_smaller = tokens, on_smaller
 
     def repeat(self, attempt: Callable[[], T], undo: Callable[[], None], rollouts: Sequence[Rollout]) -> T:
         """Run `attempt` with a budget that fits into memory. `undo`: discards the effects of a failed attempt.
@@ -50,9 +51,9 @@ class MicroBudget:
             undo()  # outside the handler: no traceback holds the failed pass's tensors any more
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()
-            log.warning("memory ran out: micro_tokens %s -> %s, and again (%s)", self.tokens, smaller, why)
+            log.warning("memory ran out: micro_tokens %s -> %s; retrying (%s)", self.tokens, smaller, why)
             self.tokens = smaller
-            self._told(smaller)
+            self._on_smaller(smaller)
 
     def _smaller(self, rollouts: Sequence[Rollout]) -> int | None:
         """The next half that splits these rollouts further; None if each is already alone."""
@@ -63,7 +64,7 @@ class MicroBudget:
 
     @staticmethod
     def _batches(rollouts: Sequence[Rollout], tokens: int) -> int:
-        return len(pack(rollouts, tokens, unit=lambda item: item.pair or item.group))
+        return len(pack(rollouts, tokens, unit=attrgetter("unit")))
 
 
 def once(attempt: Callable[[], T], undo: Callable[[], None], rollouts: Sequence[Rollout]) -> T:

@@ -24,23 +24,27 @@ from typing import Any, Literal, Protocol
 import numpy as np
 import torch
 
-from opd.common.errors import Stopped
+from opd.common.context import RunContext
+from opd.common.errors import DataError, Stopped, TrainingError
+from opd.common.text import plain
+from opd.data.prompts import render_prompts, response_text
 from opd.data.stream import PromptStream
 from opd.engines.alongside import ThreadSampler
-from opd.loop.experience import write_experience
+from opd.loop.interventions import Demonstrator, demonstrate, rescue, write_experience
 from opd.loop.metrics import Clock
+from opd.loop.parts import Samplers
 from opd.loop.ranks import Ranks
-from opd.loop.rescue import rescue
-from opd.loop.rewarding import RolloutRewards
-from opd.loop.samplers import Samplers
 from opd.loop.scorer import Scorer
-from opd.models.attention import beside_training
+from opd.models.attention import alongside_training
 from opd.models.language_model import LanguageModel
 from opd.objective.batch import Batch, Written
 from opd.recipe import Stage
-from opd.records import Author, Prompt, Rollout, Visit
+from opd.records import Author, Prompt, Rollout, Sample, Visit
+from opd.rewards import Rewarder
+from opd.rollouts.episodes import earned_by, played_metrics, played_sample, split_turns
 from opd.rollouts.rollouter import Rollouter, as_trained
 from opd.store import RolloutStore
+from opd.teachers.views import Group
 
 POLL = 0.05  # seconds between checks for a stop
 
@@ -78,9 +82,6 @@ class BatchMaker:
     def load(self, ids: Sequence[str]) -> list[Rollout]:
         return [*map(as_trained, self.ranks.share(partial(self.store.load, ids)))]
 
-    def reward(self, rollouts: Sequence[Rollout], visits: Sequence[Visit], written: Written) -> dict[str, float | None]:
-        return self.ranks.share(partial(self.rewards.reward, rollouts, visits, written.taken_up))
-
     def assemble(
         self, groups: Mapping[str, list[Rollout]], asked: Mapping[str, Visit], rewards: dict[str, float | None],
         written: Written, clock: Clock,
@@ -88,8 +89,8 @@ class BatchMaker:
         """The batch of these groups. `asked`: visits by prompt."""
         rollouts = [rollout for members in groups.values() for rollout in members]
         prompts = {name: visit.prompt for name, visit in asked.items()}
-        metrics: dict[str, float] = {}
-        if any(writer.shows_more for writer in self.spec.rollout.everyone):
+        metrics: dict[str, float] = self.rollouter.pace_metrics(rollouts) if self.rollouter.varies else {}
+        if any(writer.shows_more for writer in self.rollouter.everyone):
             metrics["rollout/unshown"] = written.unshown / written.prompts
         if self.spec.rollout.experience is not None:
             with clock("experience"):
@@ -98,8 +99,40 @@ class BatchMaker:
         seen = {
             name: self.rewards.group(asked[members[0].prompt_id], members, rewards) for name, members in groups.items()
         }
-        counts = {f"rewards/{name}": count for name, count in self.rewards.rewarder.drain().items()}
-        return Batch(rollouts, rewards=rewards, prompts=prompts, groups=seen, written=written, metrics=counts | metrics)
+        turn_rewards: dict[str, list[float | None]] = {}
+        counts: dict[str, Any] = {f"rewards/{name}": count for name, count in self.rewards.rewarder.drain().items()}
+        if any(prompt.environment is not None for prompt in prompts.values()):
+            turn_rewards = self.rewards.turn_rewards(rollouts)
+            notes = [self.store.entries[rollout.id].notes for rollout in rollouts]
+            counts |= played_metrics([
+                (rollout, noted) for rollout, noted in zip(rollouts, notes, strict=True)
+                if prompts[rollout.prompt_id].environment is not None and (rollout.author != Author.DATA).any()
+            ])  # fmt: skip
+            rollouts, rewards = self._split(rollouts, notes, prompts, rewards)
+        owners = {}
+        if "teacher" in self.scorer.routes:
+            scored = self.scorer.scored("teacher", rollouts) if self.scorer.partial else rollouts
+            owners = {rollout.id: self.scorer.teacher_for(prompts[rollout.prompt_id]) for rollout in scored}
+        return Batch(
+            rollouts, rewards=rewards, turn_rewards=turn_rewards, owners=owners, prompts=prompts, groups=seen, written=written, metrics=counts | metrics,
+        )  # fmt: skip
+
+    def _split(
+        self, rollouts: Sequence[Rollout], notes: Sequence[Mapping[str, Any]], prompts: Mapping[str, Prompt],
+        rewards: Mapping[str, float | None],
+    ) -> tuple[list[Rollout], dict[str, float | None]]:  # fmt: skip
+        """With `history: split`, a rollout for every turn, each with the reward of the whole."""
+        found, given = list[Rollout](), dict(rewards)
+        for rollout, noted in zip(rollouts, notes, strict=True):
+            prompt = prompts[rollout.prompt_id]
+            if prompt.environment is None or prompt.environment.history == "keep":
+                found.append(rollout)
+                continue
+            turns = split_turns(rollout, prompt, noted.get("conversation", ()), self.rollouter.tokenizer)
+            found += turns
+            if rollout.id in rewards:
+                given |= {turn.id: rewards[rollout.id] for turn in turns}
+        return found, given
 
 
 def grouped(rollouts: Sequence[Rollout]) -> dict[str, list[Rollout]]:
@@ -137,14 +170,18 @@ class InlineProducer:
         tokens = drawn = 0
         for _ in range(max(spec.contrast, 1)):
             with clock("sample"):
-                visits = maker.stream.take(spec.prompts - len(kept))
+                again = maker.rollouter.begin_step(step) if maker.rollouter.varies else []
+                visits = [*maker.stream.take(spec.prompts - len(kept) - len(again)), *again]
                 asked |= {visit.prompt.id: visit for visit in visits}
                 version = maker.samplers.version
                 written = maker.rollouter.collect(visits, version)
                 rollouts = maker.load(written.ids)
             with clock("reward"):
-                rewards |= maker.reward(rollouts, visits, written)
-                rollouts = rewards_of.demonstrate(rollouts, rewards, visits, maker.rollouter, written, version)
+                rewards |= maker.ranks.share(
+                    partial(rewards_of.reward, rollouts, visits, written.resumed or bool(again))
+                )
+                if rewards_of.demonstrator is not None:
+                    rollouts = demonstrate(maker, visits, rollouts, rewards, written, version)
             if spec.rescue is not None:
                 with clock("rescue"):
                     rollouts, metrics = rescue(maker, visits, rollouts, rewards, written)
@@ -172,7 +209,7 @@ class InlineProducer:
         pass
 
 
-class Closing(Stopped):
+class ProducerClosed(Stopped):
     """The trainer needs no more batches. Raised only inside the producer's threads, to end them."""
 
 
@@ -185,7 +222,7 @@ class StopThreads:
     def check(self) -> None:
         self._check_stop()
         if self.closing and threading.get_ident() != self._trainer:
-            raise Closing
+            raise ProducerClosed
 
 
 @dataclass(frozen=True)
@@ -283,7 +320,7 @@ class AheadProducer:
                     self._wait(lambda step=step: step <= self._trained + 1 + self._staleness)  # type: ignore[misc]
                     sampled = self._sample(step, visits, prompts, stream.state(), rollouter)
                     with self._moved:
-                        job = _beside().submit(self._finish, sampled)
+                        job = _finisher().submit(self._finish, sampled)
                         self._jobs.add(job)
                         self._sampled.append((sampled, job))
                         self._moved.notify_all()
@@ -304,6 +341,8 @@ class AheadProducer:
         sampler, clock = self._maker.samplers.ahead, Clock()
         assert sampler is not None
         with clock("sample"):
+            if rollouter.varies:
+                rollouter.begin_step(step)
             if isinstance(sampler, ThreadSampler):
                 sampler.take_over()
             written = rollouter.collect(visits, sampler.version, prompts, durable=False)
@@ -321,7 +360,8 @@ class AheadProducer:
                 asked = {visit.prompt.id: visit for visit in sampled.visits}
                 with maker.rewards.lock:
                     maker.rewards.rewarder.drain()  # drop the statistics of evaluation
-                    rewards = maker.reward(rollouts, sampled.visits, written)
+                    given = partial(maker.rewards.reward, rollouts, sampled.visits, written.resumed)
+                    rewards = maker.ranks.share(given)
                     batch = maker.assemble(grouped(rollouts), asked, rewards, written, clock)
             if self._scores:
                 self._wait(lambda: sampled.step <= self._taken + 1)
@@ -344,7 +384,7 @@ class AheadProducer:
 def scores_ahead(spec: Stage) -> bool:
     """Whether teachers score alongside training. This requires that neither the questions nor the teachers depend on the step before."""
     waits = any("plateau" in (term.coefficient.until, term.coefficient.after) for term in spec.objective)
-    still = all(kind.stands_still for kind in spec.teachers.values())
+    still = all(kind.never_changes for kind in spec.teachers.values())
     return still and not waits and spec.pool.resident is None
 
 
@@ -355,9 +395,9 @@ def staleness(rollouts: Sequence[Rollout], version: int) -> dict[str, float]:
 
 
 @cache
-def _beside() -> ThreadPoolExecutor:
+def _finisher() -> ThreadPoolExecutor:
     """One thread for the life of the process, because reward workers end with the thread that started them."""
-    return ThreadPoolExecutor(1, thread_name_prefix="opd-beside")
+    return ThreadPoolExecutor(1, thread_name_prefix="opd-finisher")
 
 
 @contextmanager
@@ -367,5 +407,136 @@ def _device(device: torch.device, own_stream: bool = False) -> Iterator[None]:
         yield
         return
     stream = torch.cuda.Stream(device) if own_stream else None
-    with beside_training(), torch.cuda.device(device), torch.cuda.stream(stream):
+    with alongside_training(), torch.cuda.device(device), torch.cuda.stream(stream):
         yield
+
+
+# --- Rewards: given to finished rollouts, noted in the store, and shown to teachers' views ---
+#
+# An interrupted run finds them in the store and does not ask again.
+
+
+class RolloutRewards:
+    """Rewards rollouts of a stage. `lock`: held while rewards are computed, because evaluation may use the rewarder at the same time."""
+
+    def __init__(
+        self,
+        spec: Stage,
+        rewarder: Rewarder,
+        store: RolloutStore,
+        tokenizer: object,
+        stop_ids: tuple[int, ...],
+        ranks: Ranks,
+        demonstrator: Demonstrator | None,
+    ) -> None:
+        self.rewarder, self.demonstrator, self.lock = rewarder, demonstrator, threading.Lock()
+        self._spec, self._store, self._ranks = spec, store, ranks
+        self._tokenizer, self._stop_ids = tokenizer, stop_ids
+        rescue = spec.rollout.rescue
+        views = [*(kind.view for kind in spec.teachers.values()), *([rescue.view] if rescue is not None else [])]
+        self._keeps_feedback = any(view.reads_feedback for view in views)
+        self._uses_rewards = spec.uses_rewards
+        self._unrewarded = 0  # steps in a row without rewards
+
+    def text(self, rollout: Rollout) -> str:
+        return response_text(rollout.response_ids, self._tokenizer, self._stop_ids)
+
+    def reward(self, rollouts: Sequence[Rollout], visits: Sequence[Visit], resumed: bool) -> dict[str, float | None]:
+        """Rewards of rollouts with prompts that can be rewarded. None: the reward failed, which is not 0.
+
+        `resumed`: an earlier process may have rewarded some of them.
+        """
+        known = self._rewarded_before(rollouts) if resumed else {}
+        prompts = {visit.prompt.id: visit.prompt for visit in visits}
+        played = [rollout for rollout in rollouts if prompts[rollout.prompt_id].environment is not None]
+        if played:
+            known = self._earned(played) | known
+        asked = [
+            rollout
+            for rollout in rollouts
+            if rollout.id not in known
+            and not (prompt := prompts[rollout.prompt_id]).plain
+            and self.rewarder.covers(prompt)
+        ]
+        samples = [
+            Sample(prompts[rollout.prompt_id], self.text(rollout), rollout)
+            if prompts[rollout.prompt_id].environment is None
+            else played_sample(prompts[rollout.prompt_id], rollout, self._tokenizer, self._stop_ids)
+            for rollout in asked
+        ]
+        for rollout, result in zip(asked, self.rewarder(samples), strict=True):
+            known[rollout.id] = result.reward
+            feedback = {"feedback": result.feedback} if self._keeps_feedback and result.feedback else {}
+            self._store.note(rollout.id, reward=result.reward, **feedback)
+        return {rollout.id: known[rollout.id] for rollout in rollouts if rollout.id in known}
+
+    def _earned(self, rollouts: Sequence[Rollout]) -> dict[str, float | None]:
+        """Sums of an environment's turn rewards, for rollouts that have any. Other rewards are not asked for these.
+
+        A rollout that its environment lost has none: it is not a failure of the student.
+        """
+        earned: dict[str, float | None] = {}
+        for rollout in rollouts:
+            notes = self._store.entries[rollout.id].notes
+            if "lost" in notes or "turn_rewards" in notes:
+                earned[rollout.id] = earned_by(notes)
+                self._store.note(rollout.id, reward=earned[rollout.id])
+        return earned
+
+    def turn_rewards(self, rollouts: Sequence[Rollout]) -> dict[str, list[float | None]]:
+        """What environments gave for each turn, from the store."""
+        notes = {rollout.id: self._store.entries[rollout.id].notes for rollout in rollouts}
+        return {key: found["turn_rewards"] for key, found in notes.items() if "turn_rewards" in found}
+
+    def _rewarded_before(self, rollouts: Sequence[Rollout]) -> dict[str, float | None]:
+        notes = {rollout.id: self._store.entries[rollout.id].notes for rollout in rollouts}
+        return {key: found["reward"] for key, found in notes.items() if "reward" in found}
+
+    def group(self, visit: Visit, rollouts: Sequence[Rollout], rewards: Mapping[str, float | None]) -> Group:
+        """The rollouts of one visit, as a teacher's view sees them."""
+        kwargs = self._spec.prompts[visit.source].chat_template_kwargs
+        feedback = self._ranks.share(partial(self._feedback, rollouts)) if self._keeps_feedback else {}
+        return Group(rollouts, self._tokenizer, rewards, kwargs, self._stop_ids, feedback)
+
+    def _feedback(self, rollouts: Sequence[Rollout]) -> dict[str, str]:
+        """The feedback that came with their rewards, from the store."""
+        return {rollout.id: self._store.entries[rollout.id].notes.get("feedback", "") for rollout in rollouts}
+
+    def require_rewarded(self, step: int, rewards: Mapping[str, float | None]) -> None:
+        """Stop if terms or views use rewards and no rollout has had one for several steps: nothing would be learned."""
+        none = self._uses_rewards and all(reward is None for reward in rewards.values())
+        self._unrewarded = self._unrewarded + 1 if none else 0
+        if self._unrewarded >= self._spec.rewards.stop_after:
+            raise TrainingError(
+                f"step {step}: nothing was rewarded for {self._unrewarded} steps. The last reason: {self.rewarder.last_failure}. "
+                "log.txt has the first failures of each reward; fix the reward, or raise rewards.stop_after."
+            )
+
+
+# --- Prompts of endless sources, which are checked as they come ---
+
+
+class LatePrompts:
+    """Checks for each prompt of an endless source whether it fits into the sampler."""
+
+    def __init__(self, spec: Stage, tokenizer: Any, rollouter: Rollouter, context: RunContext) -> None:
+        self._spec, self._tokenizer, self._room = spec, tokenizer, rollouter.max_prompt_tokens
+        self._rollouter, self._context = rollouter, context
+        self._warned = False
+
+    def fits(self, visit: Visit) -> bool:
+        """Users cannot fix a generated prompt that does not fit, so it never stops a run."""
+        kwargs = self._spec.prompts[visit.source].chat_template_kwargs
+        (ids,) = render_prompts([visit.prompt], self._tokenizer, kwargs)
+        if isinstance(ids, np.ndarray) and ids.size <= self._room:
+            if not self._spec.rollout.staleness:  # sampling ahead has its own tokenizer
+                self._rollouter.rendered_ahead[visit.prompt.id] = ids
+            return True
+        reason = str(ids) if isinstance(ids, DataError) else f"prompt {visit.prompt.id!r} has {ids.size:,} tokens"
+        if not self._warned:
+            self._warned = True
+            self._context.say_of_stage(
+                f"{plain(reason)}, and the sampler has room for {self._room:,}: prompts like this are skipped and "
+                "counted. To allow longer ones, raise rollout.max_prompt_tokens in a new run"
+            )
+        return False

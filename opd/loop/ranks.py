@@ -19,11 +19,10 @@ if TYPE_CHECKING:
     from opd.loop.learner import Optimiser
     from opd.models.language_model import LanguageModel, Pack
     from opd.models.settings import Lora
-    from opd.objective.batch import Batch
     from opd.objective.micro import TokenStatistics
     from opd.recipe import Stage, Train
     from opd.recipe.stage import Cluster
-    from opd.records import Signal, TokenSampler
+    from opd.records import TokenSampler
 
     Seen = list[tuple[Pack, TokenStatistics]]
 
@@ -69,7 +68,7 @@ class Ranks(Peers):
         """The student to train. Copies of it must be made before this call."""
         return student
 
-    def load_spread(self, name: str, dtype: str, device: str, revision: str | None) -> LanguageModel:
+    def load_sharded_frozen(self, name: str, dtype: str, device: str, revision: str | None) -> LanguageModel:
         """A frozen model of which every rank reads a part. One process reads the whole model."""
         from opd.models import load_model
 
@@ -87,43 +86,30 @@ class Ranks(Peers):
         """An optimiser's tensors in the form that a checkpoint holds. Only the leader's are used."""
         return dict(tensors)
 
-    def opens_sampler(self, led: bool) -> bool:
-        """Whether this process opens its own sampler for the student. `led`: the leader samples for all ranks."""
+    def opens_sampler(self, leader_only: bool) -> bool:
+        """Whether this process opens its own sampler for the student. `leader_only`: the leader samples for all ranks."""
         return True
 
-    def samples_everywhere(self, led: bool) -> bool:
+    def samples_everywhere(self, leader_only: bool) -> bool:
         """Whether every rank opens a sampler."""
         return True
 
-    def sampler(self, sampler: TokenSampler | None, led: bool = False) -> TokenSampler:
-        """A sampler for all ranks: each samples its share, or the leader samples everything (`led`). All ranks see every token."""
+    def sampler(self, sampler: TokenSampler | None, leader_only: bool = False) -> TokenSampler:
+        """A sampler for all ranks: each samples its share, or the leader samples everything (`leader_only`). All ranks see every token."""
         assert sampler is not None
         return sampler
 
     def student_sampler(
         self,
         sampler: TokenSampler | None,
-        led: bool,
+        leader_only: bool,
         spec: Stage,
         model: LanguageModel,
         max_length: int,
         stop_ids: tuple[int, ...],
     ) -> TokenSampler:
         """What the student samples with. `sampler`: the one that this process has opened for it."""
-        return self.sampler(sampler, led)
-
-    # --- Facts about a batch ---
-
-    def exchange(self, signals: Mapping[str, Signal], hidden: bool) -> dict[str, Signal]:
-        """Signals of all ranks, by rollout. Hidden states stay on the rank that uses them."""
-        return dict(signals)
-
-    def complete(self, batch: Batch) -> None:
-        """Complete the first pass over a batch, of which every rank computed a part."""
-
-    def collect(self, seen: Seen) -> Seen:
-        """Statistics of all ranks' micro-batches."""
-        return seen
+        return self.sampler(sampler, leader_only)
 
     # --- Stopping ---
 
@@ -136,7 +122,7 @@ class Ranks(Peers):
         return check
 
 
-def refuse_numbered(name: str, whose: str = "") -> None:
+def reject_numbered(name: str, whose: str = "") -> None:
     if ":" in name:
         raise RecipeError(
             f"{whose}device {name!r} with several ranks: each takes the GPU of its own number. Set device: auto, cuda or cpu."

@@ -16,10 +16,9 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from opd.common.errors import TrainingError
-from opd.engines.draws import request_key
-from opd.loop.metrics import Clock, StepReport, StepResult, sampled_ids, step_metrics, traces_of
+from opd.engines.requests import request_key
+from opd.loop.metrics import Clock, StepReport, StepResult, sampled_ids, step_metrics, study, take_probes
 from opd.loop.oom_retry import MicroBudget, micro_batches, once
-from opd.loop.probes import TrainedStep, take_probes
 from opd.loop.ranks import Ranks
 from opd.models.language_model import LanguageModel, Pack
 from opd.objective.batch import Batch
@@ -43,17 +42,22 @@ def run_step(parts: StageParts, step: int) -> StepReport:
     result = StepResult({})
     if parts.spec.train.learn:  # otherwise only scores are wanted
         with clock("update"):
-            batch.owners = parts.scorer.owners(batch)
             batch.traced = sampled_ids(parts.spec.log, batch, step)
             result = parts.trainer.step(batch, step)
             parts.publish(step=step)
-        result.measured |= take_probes(TrainedStep(parts, step, batch, clock))
+        result.measured |= take_probes(parts, step, batch, clock)
     extra = {"lr": result.rate, "grad_norm": max(result.norms)} if result.norms else {}
-    extra |= batch.metrics | result.measured | parts.scorer.page_metrics()
+    extra |= batch.metrics | result.measured
+    if parts.scorer.pager is not None:  # the step is over, so the teachers' heads are no longer needed
+        parts.scorer.pager.release()
+        extra |= parts.scorer.pager.metrics()
     facts = (batch.rollouts, result.statistics, batch.rewards, clock.seconds, extra)
     metrics = step_metrics(parts.spec.name, step, *facts, updates=len(result.norms))
     metrics |= parts.stream.note(batch.rollouts, metrics)
-    return StepReport(metrics, batch.written, traces_of(result.statistics))
+    if parts.stream.curriculum is not None:
+        metrics |= study(parts.stream, batch, result, parts.ranks)
+    first_traces = {name: trace for _, seen in reversed(result.statistics) for name, trace in seen.traces.items()}
+    return StepReport(metrics, batch.written, first_traces)
 
 
 class Updates(Protocol):
@@ -104,7 +108,7 @@ def train_step(
         for _, statistics in seen:  # one synchronisation with the device per update
             statistics.settle(moved=bool(result.norms))
         seen = ranks.collect(seen)
-        refuse_non_finite(step, seen, norm, optimiser)
+        require_finite(step, seen, norm, optimiser)
         result.rate = optimiser.step(step)
         result.norms.append(norm)
         result.statistics += seen
@@ -115,7 +119,7 @@ def updates(rollouts: Sequence[Rollout], train: Train, seed: int, step: int) -> 
     """The rollouts of each optimiser step: `epochs` passes over the batch, each split into `minibatches` of whole groups."""
     groups: dict[str, list[Rollout]] = {}
     for rollout in rollouts:
-        groups.setdefault(rollout.pair or rollout.group, []).append(rollout)
+        groups.setdefault(rollout.unit, []).append(rollout)
     for epoch in range(train.epochs):
         names = list(groups)
         if train.minibatches > 1:  # keyed, so that it is the same after a restart
@@ -124,7 +128,7 @@ def updates(rollouts: Sequence[Rollout], train: Train, seed: int, step: int) -> 
             yield [rollout for name in names[first :: train.minibatches] for rollout in groups[name]]
 
 
-def refuse_non_finite(step: int, seen: list[tuple[Pack, TokenStatistics]], norm: float, optimiser: Updates) -> None:
+def require_finite(step: int, seen: list[tuple[Pack, TokenStatistics]], norm: float, optimiser: Updates) -> None:
     """Stop before a NaN reaches the weights. The last good weights are saved and named."""
     bad = [(micro, name) for micro, values in seen for name, loss in values.loss.items() if not math.isfinite(loss)]
     if not bad and math.isfinite(norm):

@@ -30,10 +30,9 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from opd.common.text import first_line
 from opd.divergences.projection import upload
 from opd.models import attention
-from opd.models.attention import Packed, Unknown
+from opd.models.attention import FOREIGN, LENGTHS, Packed, PackedRoute, Unknown, rotary_limit, takes_our_attention
 from opd.models.fused_layers import why_stock
-from opd.models.recompute import decoder_layers
-from opd.models.routes import FOREIGN, LENGTHS, PackedRoute, rotary_limit, takes_our_attention
+from opd.models.language_model import decoder_layers
 
 if TYPE_CHECKING:
     from opd.models.language_model import LanguageModel
@@ -256,7 +255,7 @@ class ReplayPass(torch.autograd.Function):
         recorded: RecordedPass = ctx.recorded
         if ctx.graphs.turn != ctx.turn:
             raise RuntimeError(
-                "a recorded pass was made again before its gradient was asked for: give each its gradient before the next, or set the "
+                "a recorded pass was replayed before its backward pass: run backward after each pass, or set the "
                 "model's `graphs` to None"
             )
         recorded.grad.copy_(grad)

@@ -47,10 +47,10 @@ def reading_model(name: str, what: str, directory: Path | None) -> Iterator[None
 
 def _explained(name: str, what: str, directory: Path | None, error: BaseException) -> ModelError:
     if isinstance(error, RuntimeError) and "can't allocate memory" in str(error):
-        return ModelError(f"model {name!r}: {what} asks for more memory than there is ({first_line(error)}).")
+        return ModelError(f"model {name!r}: {what} needs more memory than is available ({first_line(error)}).")
     if "trust_remote_code" in str(error):
         return ModelError(
-            f"model {name!r}: {what} comes with Python code of its own, which is never run. Choose another."
+            f"model {name!r}: {what} contains custom Python code, which is never run. Choose another model."
         )
     broken = first_broken(directory) if directory is not None else None
     if broken is not None:
@@ -101,7 +101,7 @@ def read_shapes(path: Path) -> dict[str, tuple[int, ...]]:
             start = file.read(8)
             length = struct.unpack("<Q", start)[0] if len(start) == 8 else size
             if length > min(size - 8, HEADER):
-                raise ModelError(f"{path} is truncated or no safetensors file: its header says {length} bytes.")
+                raise ModelError(f"{path} is truncated or not a safetensors file: its header says {length} bytes.")
             header = json.loads(file.read(length))
             tensors = {name: entry for name, entry in header.items() if name != "__metadata__"}
             shapes = {name: tuple(int(length) for length in entry["shape"]) for name, entry in tensors.items()}
@@ -114,9 +114,11 @@ def read_shapes(path: Path) -> dict[str, tuple[int, ...]]:
     except (ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError):
         raise ModelError(f"{path} has a damaged header.") from None
     if end != size - 8 - length:
-        raise ModelError(f"{path} is truncated: its header describes {end} bytes, and {size - 8 - length} are there.")
+        raise ModelError(
+            f"{path} is truncated: its header describes {end} bytes, but only {size - 8 - length} are there."
+        )
     if wrong is not None:
-        raise ModelError(f"{path} has a damaged header: the bytes of {wrong!r} are not as many as its shape asks for.")
+        raise ModelError(f"{path} has a damaged header: the size of {wrong!r} in bytes does not match its shape.")
     return shapes
 
 
@@ -180,9 +182,7 @@ def check_sizes(name: str, config: dict[str, Any], tensors: int | None = None) -
     limits = {"layer": LAYERS, "expert": 10 * LAYERS, "head": 10 * LAYERS, "position": POSITIONS}
     for key, value in _numbers(config):
         if math.isnan(value) or (math.isinf(value) and not any(part in key for part in BOUNDS)):
-            raise ModelError(
-                f"model {name!r}: its config says {key} {value}, which is not a number to compute with. {AGAIN}"
-            )
+            raise ModelError(f"model {name!r}: its config says {key} {value}, which is not a usable number. {AGAIN}")
         counts = not key.startswith("vocab")  # Gemma's vocab_size_per_layer_input is not a number of layers
         limit = next((limit for part, limit in limits.items() if counts and part in key), None)
         if limit is not None and value > limit:

@@ -66,7 +66,7 @@ def why_stock(device: torch.device | str) -> str:
     if importlib.util.find_spec("triton") is None:
         return "triton is not installed"
     found = torch.cuda.get_device_capability(device)
-    return f"compute capability {found[0]}.{found[1]}, and kernels want 8.0" if found < OLDEST else ""
+    return f"compute capability {found[0]}.{found[1]}, and kernels need 8.0" if found < OLDEST else ""
 
 
 def stock_layers(module: nn.Module) -> None:

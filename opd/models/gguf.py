@@ -102,7 +102,7 @@ def check_header(file: Path) -> Header:
     architecture = found.get("general.architecture")
     if not isinstance(architecture, str) or not entries:
         what = "general.architecture" if entries else "tensors"
-        raise ModelError(f"model {str(file)!r}: this GGUF file has no {what}, so it is no language model.")
+        raise ModelError(f"model {str(file)!r}: this GGUF file has no {what}, so it is not a language model.")
     _check_places(file, entries, start, found.get("general.alignment", ALIGNMENT))
     return Header({entry.name: entry.elements for entry in entries}, architecture)
 
@@ -116,7 +116,7 @@ def _reading_header(file: Path, stream: BinaryIO) -> Iterator[None]:
 
 
 @dataclass(frozen=True)
-class Described:
+class TensorEntry:
     """An entry of the tensor table. `offset` counts from the start of the data."""
 
     name: str
@@ -125,17 +125,17 @@ class Described:
     offset: int
 
 
-def _tensor(stream: BinaryIO, size: int) -> Described:
+def _tensor(stream: BinaryIO, size: int) -> TensorEntry:
     name = _bytes(stream, size).decode("utf-8")
     (dimensions,) = struct.unpack("<I", stream.read(4))
     if not 1 <= dimensions <= DIMENSIONS:
         raise ValueError
     shape = struct.unpack(f"<{dimensions}Q", stream.read(8 * dimensions))
     kind, offset = struct.unpack("<IQ", stream.read(12))
-    return Described(name, math.prod(shape), kind, offset)
+    return TensorEntry(name, math.prod(shape), kind, offset)
 
 
-def _check_places(file: Path, entries: list[Described], end: int, alignment: Any) -> None:
+def _check_places(file: Path, entries: list[TensorEntry], end: int, alignment: Any) -> None:
     """Check that tensors are unique, have a known type and lie inside the file."""
     from gguf.constants import GGML_QUANT_SIZES
 
@@ -173,7 +173,7 @@ def check_described(file: Path, header: Header) -> None:
     asked, stored = sum(parameter.numel() for parameter in module.parameters()), sum(header.tensors.values())
     if asked > 2 * stored:  # smaller gaps are reported below, by tensor name
         raise ModelError(
-            f"model {name!r}: its metadata ask for {asked:,} parameters, and the file holds {stored:,}. {AGAIN}"
+            f"model {name!r}: its metadata describe {asked:,} parameters, and the file holds {stored:,}. {AGAIN}"
         )
     targets = _targets(module, config, header.architecture)
     if (
@@ -194,13 +194,13 @@ def check_described(file: Path, header: Header) -> None:
     for target, count in held.items():
         if target in wanted and wanted[target].numel() != count:
             raise ModelError(
-                f"model {name!r}: it holds {count:,} elements for {target}, and its metadata ask for "
+                f"model {name!r}: it holds {count:,} elements for {target}, and its metadata describe "
                 f"{wanted[target].numel():,}. {AGAIN}"
             )
     denied = [key for key in header.tensors if key not in targets and _denied(key, targets, config.num_hidden_layers)]
     if denied:
         raise ModelError(
-            f"model {name!r}: it has {some(denied)}, for which {type(module).__name__} with its metadata has no place, so it "
+            f"model {name!r}: it has {some(denied)}, which {type(module).__name__} with its metadata does not have, so it "
             f"would not be the model that was trained. {AGAIN}"
         )
 

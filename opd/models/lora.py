@@ -82,7 +82,7 @@ def attach(module: Any, head: nn.Linear, lora: Lora) -> Any:
     if adapted != targets.weights:
         odd = sorted(adapted ^ targets.weights)
         raise ModelError(
-            f"lora.targets {lora.targets!r}: peft adapted other weights than asked for ({', '.join(odd[:3])}). "
+            f"lora.targets {lora.targets!r}: peft adapted other weights than requested ({', '.join(odd[:3])}). "
             "Name fewer targets, for example the attention's projections."
         )
     for _, layer in adapted_layers(module):
@@ -105,10 +105,10 @@ def find_targets(module: Any, head: nn.Linear, lora: Lora) -> Targets:
     )
     named = [name for name in chosen if name not in experts]
     for name in named:
-        _refuse(name, modules[name], head)
+        _check_target(name, modules[name], head)
         if lora.targets != EVERYTHING and _is_linear(modules[name]) and name not in everything:
             raise ModelError(
-                f"lora.targets names {name}, which shares its matrix with another layer or is read by Mamba's kernels past "
+                f"lora.targets names {name}, which shares its matrix with another layer or is read directly by Mamba's kernels, bypassing "
                 "its adapter. Leave it out of the targets."
             )
     fused = [name for name in chosen if name in experts]
@@ -151,22 +151,22 @@ def _chosen(targets: str | list[str], modules: dict[str, Any], experts: list[str
         fit = [name for name in names if name in experts or (_is_linear(modules[name]) and modules[name] is not head)]
         last = dict.fromkeys(name.rpartition(".")[2] for name in fit)
         raise ModelError(
-            f"lora.targets: {', '.join(map(repr, missing)) or 'nothing'} names nothing in this model. It has "
-            f"{', '.join(last)}; a text is a regular expression over full names, a list holds last parts of them."
+            f"lora.targets: {', '.join(map(repr, missing)) or 'nothing'} matches nothing in this model. It has "
+            f"{', '.join(last)}. A string is a regular expression over full names; a list holds the last parts of names."
         )
     return found
 
 
-def _refuse(name: str, child: Any, head: nn.Linear) -> None:
+def _check_target(name: str, child: Any, head: nn.Linear) -> None:
     if child is head:
         raise ModelError(
             f"lora.targets names the output head ({name}). Exact divergences read the head's matrix itself, so an adapter "
-            "there would be left out of the loss. Leave the head out of the targets."
+            "there would not be part of the loss. Leave the head out of the targets."
         )
     if isinstance(child, nn.Embedding):
         if child.weight is head.weight:
             raise ModelError(
-                f"lora.targets names {name}, whose matrix is also the output head's: an adapter would change one of the two only. "
+                f"lora.targets names {name}, whose matrix is also the output head's: an adapter would change only one of the two. "
                 "Leave it out of the targets."
             )
     elif not _is_linear(child):

@@ -32,7 +32,7 @@ class Merge(Choice):
     """Make one model from several that share their shapes and tokenizer."""
 
     family = "merge"
-    models: list[Address] = Field(min_length=1, max_length=1000, description="what is merged")
+    models: list[Address] = Field(min_length=1, max_length=1000, description="the models to merge")
 
     @property
     def start(self) -> str | None:
@@ -42,7 +42,7 @@ class Merge(Choice):
     def reads(self) -> list[str]:
         return list(dict.fromkeys([*([] if self.start is None else [self.start]), *self.models]))
 
-    def beside(self) -> Iterator[str]:
+    def extra_directories(self) -> Iterator[str]:
         """Further directories that are read, in addition to `reads`."""
         yield from ()
 
@@ -140,7 +140,7 @@ class TaskArithmetic(WeightMerge):
     """A base plus coefficients times task vectors (Ilharco et al., arXiv 2212.04089)."""
 
     name = "task_arithmetic"
-    base: Address = Field(description="what the models were made from")
+    base: Address = Field(description="the model that they were trained from")
     weights: Coefficient | list[Coefficient] = Field(
         0.4, description="coefficient of every task vector, or one for each"
     )
@@ -164,8 +164,8 @@ class Ties(WeightMerge):
     """
 
     name = "ties"
-    base: Address = Field(description="what the models were made from")
-    density: float = Field(0.2, gt=0, le=1, description="share of each task vector that stays, over all its tensors")
+    base: Address = Field(description="the model that they were trained from")
+    density: float = Field(0.2, gt=0, le=1, description="share of each task vector that is kept, over all its tensors")
     scale: Coefficient = Field(1.0, description="times the merged task vector")
 
     @property
@@ -214,7 +214,7 @@ class Stack(Merge):
         _require_one_each(self.models, self.weights)
         return self
 
-    def beside(self) -> Iterator[str]:
+    def extra_directories(self) -> Iterator[str]:
         for name in self.models:
             found = None if name.startswith("stage:") else locate(name, None)
             directory = None if found is None or found.adapter is not None else found.directory
@@ -225,9 +225,9 @@ class Stack(Merge):
         self.require_planned(named, {})
 
     def require_planned(self, named: Named, bases: Mapping[str, str | None]) -> None:
+        from opd.models.language_model import check_adapter
         from opd.models.load import empty_model
         from opd.models.lora import require_peft
-        from opd.models.shared_base import check_adapter
 
         require_peft("student.merge: stack")
         found: dict[str, str] = {}
@@ -239,11 +239,11 @@ class Stack(Merge):
             found[_base(name, directory)] = name
             check_adapter(name, directory, empty_model(load_config(*named(name))))
         if len(found) > 1:
-            told = "; ".join(f"{name!r} has {base!r}" for base, name in found.items())
-            raise RecipeError(f"student.merge: stack adds adapters of one base, and these have several: {told}.")
+            listed = "; ".join(f"{name!r} has {base!r}" for base, name in found.items())
+            raise RecipeError(f"student.merge: stack adds adapters of one base, and these have several: {listed}.")
 
     def make(self, named: Named) -> LanguageModel:
-        from opd.models.shared_base import AdaptedModel
+        from opd.models.language_model import AdaptedModel
 
         first = self.models[0]
         model = load_model(_base(first, _adapter(first, named)), revision=named(first)[1])
@@ -271,11 +271,11 @@ def _adapter(name: str, named: Named) -> Path:
     found = locate(path, revision)
     if found.adapter is not None:
         return found.adapter
-    beside = None if found.directory is None else found.directory / "adapter"
-    if beside is not None and is_adapter(beside):
-        return beside
+    inner = None if found.directory is None else found.directory / "adapter"
+    if inner is not None and is_adapter(inner):
+        return inner
     raise ModelError(
-        f"student.merge: stack adds LoRA adapters, and {name!r} is none and has none beside it. Merge whole models with "
+        f"student.merge: stack adds LoRA adapters, and {name!r} is not one and has none in its directory. Merge full models with "
         "average, task_arithmetic or ties."
     )
 
@@ -288,7 +288,7 @@ def _planned_base(name: str, base: str | None) -> str:
     """The base of the adapters that a stage will train."""
     if base is None:
         raise RecipeError(
-            f"student.merge: stack adds LoRA adapters, and {name!r} trains without. Set student.lora there, or merge whole models "
+            f"student.merge: stack adds LoRA adapters, and {name!r} is trained without adapters. Set student.lora there, or merge full models "
             "with average, task_arithmetic or ties."
         )
     return base

@@ -79,6 +79,14 @@ class OptimiserKind(Choice):
         """Bytes of optimiser state for this many numbers in hidden matrices and in other weights."""
         return 8 * (matrices + others)
 
+    def gathered_bytes(self, numbers: int) -> int:
+        """Bytes gathered for one update of sharded hidden matrices with this many numbers, those of all ranks of a group together."""
+        return 0
+
+    def update_bytes(self, matrix: int) -> int:
+        """Temporary bytes while one sharded hidden matrix with this many numbers is updated."""
+        return 0
+
     def to_plain(self, state: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
         """The state of one weight as plain tensors and numbers, for a checkpoint."""
         yield from state.items()
@@ -114,7 +122,7 @@ class Muon(OptimiserKind):
 
     name = "muon"
     title = "Muon"
-    momentum: Fraction = Field(0.95, description="of muon: how much of the last updates' direction stays")
+    momentum: Fraction = Field(0.95, description="of muon: share of the previous updates' direction that is kept")
     nesterov: bool = Field(True, description="of muon: look ahead along the momentum")
     ns_steps: Positive = Field(5, le=99, description="of muon: Newton-Schulz iterations that orthogonalise an update")
     adjust: Literal["match_rms_adamw", "original"] = Field(
@@ -131,8 +139,8 @@ class Muon(OptimiserKind):
             return weights.adamw()
         group = {"params": [weights.masters[name] for name in names], "weight_decay": weights.weight_decay}
         if weights.sharded:
-            parted = parted_muon()(group, names, weights, self)
-            return [parted, *weights.adamw(others)]
+            sharded = sharded_muon()(group, names, weights, self)
+            return [sharded, *weights.adamw(others)]
         muon = torch.optim.Muon(
             [group], lr=weights.lr, momentum=self.momentum, nesterov=self.nesterov, ns_steps=self.ns_steps,
             adjust_lr_fn=self.adjust,
@@ -142,12 +150,19 @@ class Muon(OptimiserKind):
     def state_bytes(self, matrices: int, others: int) -> int:
         return 4 * matrices + 8 * others
 
+    def gathered_bytes(self, numbers: int) -> int:
+        return 4 * numbers
 
-def parted_muon() -> Any:
+    def update_bytes(self, matrix: int) -> int:
+        """In fp32: the update before and after it is gathered, the matrix it is applied to, and its momentum. In bf16: what an iteration needs."""
+        return (4 * 4 + 5 * 2) * matrix
+
+
+def sharded_muon() -> Any:
     """The class of Muon for matrices sharded by rows. A function, so that torch is imported only when it is needed."""
     import torch
 
-    class PartedMuon(torch.optim.Optimizer):
+    class ShardedMuon(torch.optim.Optimizer):
         """Each rank keeps the momentum of its rows. The matrix is gathered to be orthogonalised."""
 
         def __init__(self, group: dict[str, Any], names: list[str], weights: OptimisedWeights, kind: Muon) -> None:
@@ -180,7 +195,7 @@ def parted_muon() -> Any:
             ).step()  # fmt: skip
             return stand_in.detach()
 
-    return PartedMuon
+    return ShardedMuon
 
 
 BLOCK = 256  # weights that share one scale of 8-bit moments

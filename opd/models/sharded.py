@@ -28,10 +28,10 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from opd.common.errors import ModelError
 from opd.divergences import Projection
 from opd.models import lora
-from opd.models.attention import Packed
+from opd.models.attention import Packed, switch_attention
 from opd.models.files import read_header, reading_model, stored_tensors, weight_files, weights_here
 from opd.models.fused_layers import fuse_layers, kernels_on
-from opd.models.language_model import LanguageModel, Row
+from opd.models.language_model import LanguageModel, Row, checkpoint_layers, decoder_layers
 from opd.models.load import (
     GENERATION,
     attention_of,
@@ -43,8 +43,6 @@ from opd.models.load import (
     quiet_bars,
     weights_directory,
 )
-from opd.models.recompute import checkpoint_layers, decoder_layers
-from opd.models.routes import switch_attention
 from opd.models.settings import Lora, layers_of_unit
 from opd.records import WeightsRef
 
@@ -99,11 +97,11 @@ class ShardedModel(LanguageModel):
         try:
             yield from packs
             for _ in range(missing):
-                loss = self.inside(self._nothing)
+                loss = self.inside(self._empty_pass)
                 if torch.is_grad_enabled():
                     loss.backward()
         finally:
-            self._let_go()
+            self._free_gathered()
 
     def inside(self, compute: Callable[[], T]) -> T:
         return self.module.inside(lambda: self._joined(compute()))
@@ -119,7 +117,7 @@ class ShardedModel(LanguageModel):
         self._last = None
         return found
 
-    def _nothing(self) -> Tensor:
+    def _empty_pass(self) -> Tensor:
         ids = torch.full((1,), self.stop_ids[0] if self.stop_ids else 0, dtype=torch.int64, device=self.device)
         self._last = self.project(self.hidden(ids, Packed.of([1], self.device)))
         return self._zero()
@@ -131,14 +129,14 @@ class ShardedModel(LanguageModel):
 
     # Full weights
 
-    def _let_go(self) -> None:
+    def _free_gathered(self) -> None:
         """Free gathered weights: an update changes only this rank's rows, so they would be stale."""
         for part in self._parts:
             part.reshard()
 
     def weights(self, version: int) -> WeightsRef:
         """Collective: all ranks must read the weights, in the same order."""
-        self._let_go()
+        self._free_gathered()
         if self.adapter is None:
             return WeightsRef(version, GatheredWeights(self._weights))
         for part in self._parts:
@@ -151,22 +149,22 @@ class ShardedModel(LanguageModel):
 
     def factors(self) -> dict[str, Tensor]:
         """Collective: all ranks must call it."""
-        self._let_go()
-        return {lora.file_name(name): whole_of(weight) for name, weight in self.trainable().items()}
+        self._free_gathered()
+        return {lora.file_name(name): gather_full(weight) for name, weight in self.trainable().items()}
 
     def snapshot(self) -> LanguageModel:
         """A full copy in the leader's memory. Other ranks only help to gather it, and return themselves."""
-        self._let_go()
+        self._free_gathered()
         device = "cpu" if self.adapter is None else self.device
         tensors = {}
         for name, weight in self.sharded_weights.items():
-            found = whole_of(weight)
+            found = gather_full(weight)
             if self._leads:
                 tensors[name] = found.to(device, copy=True)
         return self._filled(tensors) if self._leads else self
 
     def restore(self, directory: Path) -> None:
-        self._let_go()
+        self._free_gathered()
         empty = {name: torch.empty(weight.shape, dtype=weight.dtype) for name, weight in self.sharded_weights.items()}
         whole = self._filled(empty)
         whole.restore(directory)
@@ -196,7 +194,7 @@ class GatheredWeights(Mapping[str, Tensor]):
         self._weights = weights
 
     def __getitem__(self, name: str) -> Tensor:
-        return whole_of(self._weights[name])
+        return gather_full(self._weights[name])
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._weights)
@@ -206,7 +204,7 @@ class GatheredWeights(Mapping[str, Tensor]):
 
 
 @torch.no_grad()
-def whole_of(weight: Tensor) -> Tensor:
+def gather_full(weight: Tensor) -> Tensor:
     """All rows of the weight, gathered from the ranks. Nothing is sent if one rank has them all."""
     if not isinstance(weight, DTensor):
         return weight.detach()
@@ -313,17 +311,17 @@ def read_parts(
     size: int,
     *,
     names: Mapping[str, str] | None = None,
-    beside: Collection[str] = (),
+    extra: Collection[str] = (),
 ) -> None:
     """Fill the module with this rank's rows of every tensor. A tied tensor is read under its first stored name.
 
-    `names`: module name -> name in the files, if they differ. `beside`: names that no file has.
+    `names`: module name -> name in the files, if they differ. `extra`: names that no file has.
     """
     files = {key: file for file in weight_files(directory) for key in read_header(file)}
-    tensors = {(names or {}).get(key, key): tensor for key, tensor in _tensors(module).items() if key not in beside}
+    tensors = {(names or {}).get(key, key): tensor for key, tensor in _tensors(module).items() if key not in extra}
     missing = _missing(tensors, files)
     if missing:
-        raise ModelError(f"model {name!r}: {missing[0]} is not in its files, which have other names than its class.")
+        raise ModelError(f"model {name!r}: {missing[0]} is not in its files, which use other names than its class.")
     read: set[int] = set()
     for file in dict.fromkeys(files.values()):
         with safe_open(file, "pt") as opened:
@@ -388,7 +386,7 @@ def _fill(weight: Tensor, stored: Any, rank: int, size: int) -> None:
 # Full copies are made only on request, for sampling or scoring. All ranks help to fill them.
 
 
-class PartedModel(ShardedModel):
+class PreshardedModel(ShardedModel):
     """Each rank reads only its rows of the weights. `plain`: the module on the meta device, not sharded."""
 
     @torch.no_grad()
@@ -405,7 +403,7 @@ class PartedModel(ShardedModel):
         self._most, self._leads, self._last = most, leads, None
         self._place = (mesh.get_local_rank(SHARD), mesh[SHARD].size())
         module.inside(lambda: LanguageModel.__init__(self, module, tokenizer, name))
-        self._let_go()
+        self._free_gathered()
         switch_attention(plain, module.config._attn_implementation)
         self._template = LanguageModel.__new__(LanguageModel)
         vars(self._template).update(vars(self) | {"module": plain, "head": plain.get_output_embeddings()})
@@ -432,7 +430,7 @@ class PartedModel(ShardedModel):
         if not reads_by_parts(self._template.module, directory):
             super().restore(directory)
             return
-        self._let_go()
+        self._free_gathered()
         read_parts(self.module, self.name, directory, *self._place)
 
 
@@ -441,7 +439,7 @@ def files_here(name: str, revision: str | None) -> bool:
     return directory is not None and weights_here(directory)
 
 
-def load_parted(
+def load_presharded(
     name: str,
     *,
     dtype: str,
@@ -452,8 +450,8 @@ def load_parted(
     mesh: DeviceMesh,
     most: Callable[[int], int],
     leads: bool,
-) -> PartedModel | None:
-    """None: each rank must load the full model. Its files are not here yet or use other names than its class, or it does not run packed.
+) -> PreshardedModel | None:
+    """None: each rank must load the full model. Its files are not here yet or use other tensor names than its class, or it does not run packed.
 
     With several machines, DistributedRanks agree on this beforehand (`files_here`): only some machines may have the weights.
     """
@@ -471,7 +469,7 @@ def load_parted(
         if kernels_on(device):
             fuse_layers(module)
         plain, place = copy.deepcopy(module), (mesh.get_local_rank(SHARD), mesh[SHARD].size())
-        attached = None if lora is None else Attached(module, lora)
+        attached = None if lora is None else AttachedAdapters(module, lora)
         saved = None if attached is None else copy.deepcopy((module, attached.adapter))
         if attached is None:
             module.requires_grad_(True)
@@ -482,10 +480,10 @@ def load_parted(
         if attached is None or saved is None:
             allocate(module, device)
             read_parts(module, name, directory, *place)
-            model = PartedModel(*common)
+            model = PreshardedModel(*common)
         else:
             attached.fill(module, name, directory, device, place)
-            model = PartedLora(*common, attached, saved)
+            model = PreshardedLora(*common, attached, saved)
     return model if model._one_call else None
 
 
@@ -494,7 +492,7 @@ def load_parted(
 # Weights are merged layer by layer. No rank gathers more than one unit at a time, unless it asks for a copy for sampling.
 
 
-class Attached:
+class AttachedAdapters:
     """Adapters in a module on the meta device, and the map from its tensor names to the plain module's."""
 
     def __init__(self, module: Any, settings: Lora) -> None:
@@ -517,14 +515,14 @@ class Attached:
     def fill(self, module: Any, name: str, directory: Path, device: str, place: tuple[int, int]) -> None:
         """Fill the module, sharded by now, with this rank's rows of weights and adapters."""
         allocate(module, device)
-        read_parts(module, name, directory, *place, names=self.plain_names, beside=self.drawn)
+        read_parts(module, name, directory, *place, names=self.plain_names, extra=self.drawn)
         with torch.no_grad():
             for key, weight in module.named_parameters():
                 if key in self.drawn:
                     weight.copy_(shard_of(self.drawn[key].to(device), weight))
 
 
-class PartedLora(PartedModel):
+class PreshardedLora(PreshardedModel):
     """`saved`: the same module on the meta device, before sharding; checkpoints are written from a filled copy."""
 
     def __init__(
@@ -536,7 +534,7 @@ class PartedLora(PartedModel):
         mesh: DeviceMesh,
         most: Callable[[int], int],
         leads: bool,
-        attached: Attached,
+        attached: AttachedAdapters,
         saved: tuple[Any, Any],
     ) -> None:
         super().__init__(module, plain, tokenizer, name, mesh, most, leads)
@@ -544,7 +542,7 @@ class PartedLora(PartedModel):
         self.lora = self._template.lora = attached.settings
 
     def weights(self, version: int) -> WeightsRef:
-        self._let_go()
+        self._free_gathered()
         return WeightsRef(version, MergedWeights(self.module, self._plain_names, merge=True))
 
     def base(self) -> LanguageModel:
@@ -552,10 +550,10 @@ class PartedLora(PartedModel):
         return self._copy(MergedWeights(self.module, self._plain_names, merge=False), None)
 
     def snapshot(self) -> LanguageModel:
-        self._let_go()
+        self._free_gathered()
         tensors = {}
         for name, weight in self.sharded_weights.items():
-            found = whole_of(weight)
+            found = gather_full(weight)
             if self._leads:
                 tensors[name] = found.to("cpu", copy=True)
         return self._whole(tensors) if self._leads else self
@@ -574,7 +572,7 @@ class PartedLora(PartedModel):
     @torch.no_grad()
     def restore(self, directory: Path) -> None:
         """Restore the adapters; nothing else has changed."""
-        self._let_go()
+        self._free_gathered()
         file = directory / "adapter" / "adapter_model.safetensors"
         saved = load_file(file)
         for name, weight in self.trainable().items():
@@ -643,13 +641,13 @@ def _exchange(module: Any, others: Mapping[int, nn.Parameter]) -> None:
 # read the head itself.
 
 
-WHOLE = "Set cluster.teachers: whole, or serve it elsewhere (kind: served)."
+INSTEAD = "Set cluster.teachers: whole, or serve it elsewhere (kind: served)."
 
 
-class SpreadModel(LanguageModel):
+class ShardedFrozenModel(LanguageModel):
     """All ranks must make the same number of passes, because each pass gathers layers from all ranks."""
 
-    spread = True
+    sharded = True
     stays = False
 
     def __init__(self, module: Any, tokenizer: Any, name: str, most: Callable[[int], int]) -> None:
@@ -657,7 +655,7 @@ class SpreadModel(LanguageModel):
         super().__init__(module, tokenizer, name)
         if self.route.name != "packed" or self.route.limit is not None:
             raise ModelError(
-                f"model {name!r}: sequences go through it {self.route.name}, and ranks would call its layers unequally often. {WHOLE}"
+                f"model {name!r}: it runs {self.route.name}, so ranks would call its layers unequally often. {INSTEAD}"
             )
 
     @torch.no_grad()
@@ -669,26 +667,28 @@ class SpreadModel(LanguageModel):
             self.hidden(torch.zeros(1, dtype=torch.int64, device=self.device), Packed.of([1], self.device))
 
 
-def load_spread(
+def load_sharded_frozen(
     name: str, *, dtype: str, device: str, revision: str | None, mesh: DeviceMesh, most: Callable[[int], int]
-) -> SpreadModel:
+) -> ShardedFrozenModel:
     config, tokenizer = load_config(name, revision), load_tokenizer(name, revision)
     directory = weights_directory(name, revision)
     if directory is None:
-        raise ModelError(f"model {name!r}: an adapter merged into its base has no files to read parts of. {WHOLE}")
+        raise ModelError(
+            f"model {name!r}: it is an adapter merged into its base, so there are no files that ranks can read in parts. {INSTEAD}"
+        )
     with reading_model(name, "the model", directory):
         check_files(name, config, locate(name, revision), directory)
         module = module_without_weights(config, dtype, directory)
         if not reads_by_parts(module, directory):
             raise ModelError(
-                f"model {name!r}: its files have other names than its class, so they are read whole. {WHOLE}"
+                f"model {name!r}: its files use other tensor names than its class, so ranks cannot read them in parts. {INSTEAD}"
             )
         module.requires_grad_(False)
         layers = decoder_layers(module)
         if not layers:
-            raise ModelError(f"model {name!r} has no layers that could be spread over ranks. {WHOLE}")
+            raise ModelError(f"model {name!r} has no layers that could be sharded over ranks. {INSTEAD}")
         for layer in layers:
             fully_shard(layer, mesh=mesh, reshard_after_forward=True)
         allocate(module, device)
         read_parts(module, name, directory, mesh.get_local_rank(), mesh.size())
-    return SpreadModel(module, tokenizer, name, most)
+    return ShardedFrozenModel(module, tokenizer, name, most)

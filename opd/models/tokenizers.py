@@ -68,12 +68,12 @@ def stop_ids(module: Any, tokenizer: Any, rows: int, name: str) -> tuple[int, ..
     odd = [value for value in found if not isinstance(value, int) or isinstance(value, bool) or value < 0]
     if odd:
         raise ModelError(
-            f"model {name!r}: its eos_token_id names {odd[0]!r}, which is no id. Correct generation_config.json."
+            f"model {name!r}: its eos_token_id names {odd[0]!r}, which is not an id. Correct generation_config.json."
         )
     known = tuple(dict.fromkeys(index for index in found if index < rows))
     if found and not known:
         raise ModelError(
-            f"model {name!r}: it is to stop at id {found[0]}, and its output head has {rows} ids only. Correct eos_token_id."
+            f"model {name!r}: it stops at id {found[0]}, but its output head has only {rows} ids. Correct eos_token_id."
         )
     return known
 
@@ -83,7 +83,7 @@ def vocabulary_size(tokenizer: Any, stop: Sequence[int], rows: int) -> int:
     return min(max([*tokenizer.get_vocab().values(), *stop], default=-1) + 1, rows)
 
 
-class Elsewhere(NamedTuple):
+class RemoteVocabulary(NamedTuple):
     """Stop ids and vocabulary size of a model that is not in this process."""
 
     name: str
@@ -92,7 +92,7 @@ class Elsewhere(NamedTuple):
 
 
 def share_vocabulary(
-    student: LanguageModel, teachers: Mapping[str, LanguageModel], elsewhere: Sequence[Elsewhere] = ()
+    student: LanguageModel, teachers: Mapping[str, LanguageModel], elsewhere: Sequence[RemoteVocabulary] = ()
 ) -> tuple[int, ...]:
     """The union of all stop ids, which count as one event. Sets the same size on every model, so each can score another's tokens."""
     models = [student, *teachers.values()]
@@ -165,7 +165,7 @@ def token_bytes(tokenizer: Any) -> tuple[bytes, ...]:
     if unknown or not tokenizer.is_fast:
         what = f"its decoder is {', '.join(sorted(unknown))}" if unknown else "it has no fast form"
         raise TokenizerMismatch(
-            f"tokenizer {tokenizer.name_or_path!r}: {what}, so which bytes a token stands for cannot be told. "
+            f"tokenizer {tokenizer.name_or_path!r}: {what}, so the bytes of its tokens are unknown. "
             "Use a byte-level or sentencepiece tokenizer, or one of plain characters."
         )
     vocabulary = tokenizer.get_vocab()

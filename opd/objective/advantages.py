@@ -7,9 +7,10 @@ Axis legend: T = tokens of one response.
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
 import numpy as np
@@ -26,8 +27,10 @@ from pydantic_core import CoreSchema
 
 from opd import registry
 from opd.common.short_forms import SHORT_FORMS
-from opd.objective.batch import Batch, ByRollout, beside, require_per_token
-from opd.records import Rollout
+from opd.objective.batch import Batch, ByRollout, over_spans, own_turns, require_per_token, rewards_by_turn
+from opd.objective.gates import shuffled_order
+from opd.objective.term import group_authors, group_samples
+from opd.records import Author, Rollout
 from opd.registry import (
     SETTINGS,
     Choice,
@@ -37,6 +40,7 @@ from opd.registry import (
     Needs,
     Positive,
     StageView,
+    Word,
     changed,
     key_hint,
     schema_of,
@@ -147,6 +151,9 @@ class OutcomeAdvantage(AdvantagePart):
     name = "outcome"
     outcome_weight: float = Field(0.0, ge=0)
     baseline: Baseline = Field("group", description="what is subtracted from a reward")
+    baseline_of: Literal["own", "all"] = Field(
+        "own", description="whose answers the baseline averages: those that the term trains on, or all (LUFFY)"
+    )
     std: bool = Field(False, description="divide by the standard deviation within the group (GRPO as published)")
     overlong: Literal["keep", "mask", "penalise"] = Field(
         "keep", description="what becomes of answers cut off by the length limit"
@@ -158,8 +165,10 @@ class OutcomeAdvantage(AdvantagePart):
     @model_validator(mode="after")
     def _consistent(self) -> OutcomeAdvantage:
         given = changed(self)
-        if self.outcome_weight == 0 and given & {"std", "overlong", "baseline"}:
-            raise ValueError("outcome_weight is 0, so baseline, std and overlong do nothing")
+        if self.outcome_weight == 0 and given & {"std", "overlong", "baseline", "baseline_of"}:
+            raise ValueError("outcome_weight is 0, so baseline, baseline_of, std and overlong do nothing")
+        if self.baseline == "none" and self.baseline_of == "all":
+            raise ValueError("baseline_of says whose answers a baseline averages, and baseline is none: drop one")
         if "overlong_buffer" in given and self.overlong != "penalise":
             raise ValueError("overlong_buffer belongs to overlong: penalise")
         if self.baseline == "none" and self.std:
@@ -175,7 +184,7 @@ class OutcomeAdvantage(AdvantagePart):
     def needs(self, role: str = "teacher") -> Needs:
         return Needs(rewards=True)
 
-    def refuse(self, view: StageView) -> Iterable[str]:
+    def check(self, view: StageView) -> Iterable[str]:
         limit = view.rollout.max_new_tokens
         if self.overlong == "penalise" and self.overlong_buffer >= limit:
             yield (
@@ -187,17 +196,38 @@ class OutcomeAdvantage(AdvantagePart):
                 f"outcome_weight {self.outcome_weight:g} with baseline: {self.baseline} and rollout.samples 1: a "
                 "sample alone in its group has advantage 0. Set rollout.samples to 2 or more, or baseline: batch."
             )
+        elif view.term is not None and view.rollout.writers:
+            yield from self._mistakes_of_authors(view)
+
+    def _mistakes_of_authors(self, view: StageView) -> Iterable[str]:
+        """Baselines over authors that do not write in a group."""
+        own, in_group = view.term.authors, group_authors(view.rollout)
+        if self.baseline_of == "all":
+            if not in_group - {*own}:
+                yield f"baseline_of: all, but only {' and '.join(own)} writes in a group. Drop it."
+        elif (
+            self.baseline in ("group", "leave_one_out") and in_group & {*own} and group_samples(view.rollout, own) == 1
+        ):
+            yield (
+                f"baseline: {self.baseline} over the {' and '.join(own)} answers of a group, of which there is one: its advantage "
+                "is 0. Set baseline_of: all, or baseline: batch."
+            )
 
     def leaves_out(self, batch: Batch) -> set[str]:
         return {rollout.id for rollout in batch.rollouts if rollout.stop == "length" and self.overlong == "mask"}
+
+    def worth(self, batch: Batch, rollout: Rollout) -> float | None:
+        """What an answer is worth, before the baseline."""
+        return batch.rewards.get(rollout.id)
 
     def prepare(self, tokens: SampledTokens) -> dict[str, float]:
         """Rollout id -> outcome advantage; 0 if there is no reward."""
         rollouts, batch, left_out = tokens.rollouts, tokens.batch, self.leaves_out(tokens.batch)
         rewards: list[float | None] = []
-        for rollout in rollouts:  # answers by other authors are left out of the baseline
-            counts = tokens.prepared.eligible[rollout.id].any() and rollout.id not in left_out
-            reward = batch.rewards.get(rollout.id) if counts else None
+        for rollout in rollouts:  # others' answers are in the baseline only if it is of all
+            eligible = self.baseline_of == "all" or bool(tokens.prepared.eligible[rollout.id].any())
+            counts = eligible and rollout.id not in left_out
+            reward = self.worth(batch, rollout) if counts else None
             if reward is not None and self.overlong == "penalise":
                 reward += overlong_penalty(
                     rollout.response_ids.size, tokens.prepared.max_new_tokens, self.overlong_buffer
@@ -211,6 +241,14 @@ class OutcomeAdvantage(AdvantagePart):
             np.full(rollout.response_ids.size, self.outcome_weight * prepared.get(rollout.id, 0.0))
             for rollout in tokens.rollouts
         ]
+
+
+@dataclass
+class BatchAdvantages:
+    """What the teacher's part needs of the whole batch before it is split."""
+
+    moments: dict[str, tuple[float, float] | None] = field(default_factory=dict)  # for whitening, by group
+    shuffled: ByRollout = field(default_factory=dict)
 
 
 class TeacherAdvantage(AdvantagePart):
@@ -227,18 +265,28 @@ class TeacherAdvantage(AdvantagePart):
     )
     discount: Fraction = Field(0.0, description="of A_teacher of later tokens; 0: each token its own only")
     length_normalised: bool = Field(False, description="divide returns by the number of tokens they sum over")
-    future_only: bool = Field(False, description="returns start behind the token: its own part is trained directly")
-    whiten: bool = Field(False, description="mean 0 and variance 1 of A_teacher over the batch's tokens")
+    future_only: bool = Field(False, description="returns start after the token: its own part is trained directly")
+    add_own: bool = Field(False, description="of future_only: the token's own part is added to the return (TOP-D)")
+    whiten: bool | Literal["group"] = Field(
+        False, description="mean 0 and variance 1 of A_teacher over the batch's tokens; group: over each group's"
+    )
+    shuffle: Literal["none", "rollout", "batch"] = Field(
+        "none",
+        description="control: every token gets the A_teacher of another token of its rollout, or of the batch",
+    )
 
     @model_validator(mode="after")
     def _consistent(self) -> TeacherAdvantage:
         returns = self.discount > 0
         if not returns and (self.length_normalised or self.future_only):
             raise ValueError("length_normalised and future_only belong to returns: set discount above 0")
-        if self.kl_baseline and (returns or self.whiten or self.clip is not None or self.extrapolation != 1):
+        shaped = returns or self.whiten or self.clip is not None or self.extrapolation != 1 or self.shuffle != "none"
+        if self.kl_baseline and shaped:
             raise ValueError(
-                "kl_baseline belongs to the plain log-ratio: drop discount, whiten, clip and extrapolation"
+                "kl_baseline belongs to the plain log-ratio: drop discount, whiten, clip, extrapolation and shuffle"
             )
+        if self.add_own and not self.future_only:
+            raise ValueError("add_own belongs to future_only: other returns have the token's own part already")
         if self.teacher_weight == 0 and changed(self) - {"teacher_weight"}:
             raise ValueError("teacher_weight is 0, so the other settings of the teacher's part do nothing")
         return self
@@ -257,7 +305,7 @@ class TeacherAdvantage(AdvantagePart):
 
     @property
     def needs_batch(self) -> bool:
-        return self.whiten
+        return bool(self.whiten) or self.shuffle == "batch"
 
     @property
     def needs_exact_kl(self) -> bool:
@@ -273,26 +321,55 @@ class TeacherAdvantage(AdvantagePart):
             needs |= Needs(signals=(("reference", "logprobs_at"),))
         return needs | Needs(signals=((role, "hidden"),)) if self.kl_baseline else needs
 
-    def prepare(self, tokens: SampledTokens) -> tuple[float, float] | None:
-        """Mean and standard deviation over the batch, for whitening."""
-        return moments(self._shaped(tokens), tokens.counted) if self.whiten else None
-
-    def values(self, tokens: SampledTokens, prepared: tuple[float, float] | None) -> list[np.ndarray]:
+    def prepare(self, tokens: SampledTokens) -> BatchAdvantages:
+        """What whitening and shuffling need of the whole batch."""
+        if not self.needs_batch:
+            return BatchAdvantages()
         parts = self._shaped(tokens)
+        found = BatchAdvantages()
         if self.whiten:
-            parts = whitened_by(parts, prepared)
+            groups = np.array([self._group(rollout) for rollout in tokens.rollouts])
+            for name in dict.fromkeys(groups.tolist()):
+                members = np.flatnonzero(groups == name)
+                chosen = [[side[number] for number in members] for side in (parts, tokens.counted)]
+                found.moments[name] = moments(*chosen)
+        if self.shuffle == "batch":
+            ids = [rollout.id for rollout in tokens.rollouts]
+            joined = [np.concatenate(values) for values in (parts, tokens.counted)]
+            order = shuffled_order(f"{tokens.prepared.seed}/shuffle/{ids[0]}", joined[1].astype(bool))
+            ends = np.cumsum([part.size for part in parts])[:-1]
+            found.shuffled |= dict(zip(ids, np.split(joined[0][order], ends), strict=True))
+        return found
+
+    def values(self, tokens: SampledTokens, prepared: BatchAdvantages) -> list[np.ndarray]:
+        parts = self._shaped(tokens)
+        if self.shuffle == "batch":
+            parts = [prepared.shuffled[rollout.id] for rollout in tokens.rollouts]
+        elif self.shuffle == "rollout":
+            keys = [f"{tokens.prepared.seed}/shuffle/{rollout.id}" for rollout in tokens.rollouts]
+            parts = [
+                part[shuffled_order(key, counted)]
+                for part, key, counted in zip(parts, keys, tokens.counted, strict=True)
+            ]
+        if self.whiten:
+            scales = [prepared.moments[self._group(rollout)] for rollout in tokens.rollouts]
+            parts = [whitened_by([part], scale)[0] for part, scale in zip(parts, scales, strict=True)]
         weighed = [self.teacher_weight * part for part in parts]
         if self.kl_baseline:
             assert tokens.exact_kl is not None
             weighed = [part + self.teacher_weight * kl for part, kl in zip(weighed, tokens.exact_kl, strict=True)]
         return weighed
 
+    def _group(self, rollout: Rollout) -> str:
+        """What whitening is over: its group, or the batch."""
+        return rollout.group if self.whiten == "group" else ""
+
     def _shaped(self, tokens: SampledTokens) -> list[np.ndarray]:
         """Each rollout's log-ratios, extrapolated, clipped and summed into returns, according to the settings."""
         rollouts, batch = tokens.rollouts, tokens.batch
         teachers, signals = batch.logprobs(tokens.term.role, rollouts), batch.signals[tokens.term.role, "logprobs_at"]
         students = [
-            beside(student, signals[rollout.id]) for student, rollout in zip(tokens.student, rollouts, strict=True)
+            over_spans(student, signals[rollout.id]) for student, rollout in zip(tokens.student, rollouts, strict=True)
         ]
         none = [np.zeros(0)] * len(rollouts)
         references = batch.logprobs("reference", rollouts) if self.extrapolation != 1 else none
@@ -319,10 +396,12 @@ class TeacherAdvantage(AdvantagePart):
         if self.clip is not None:
             value = value.clip(-self.clip, self.clip)
         if self.discount:  # over the counted tokens, in order
-            value = value.copy()
+            own, value = value[counted], value.copy()
             value[counted] = returns(
-                value[counted], self.discount, length_normalised=self.length_normalised, future_only=self.future_only
+                own, self.discount, length_normalised=self.length_normalised, future_only=self.future_only
             )
+            if self.add_own:
+                value[counted] += own
         return value
 
 
@@ -393,7 +472,9 @@ class Advantage(BaseModel):
         if not self.parts:
             raise ValueError("every weight is 0, so there is no advantage")
         if self.student == "current" and any(part.needs_batch for part in self.parts):
-            raise ValueError("whiten needs the whole batch first: compare with behaviour or proximal, not with current")
+            raise ValueError(
+                "whiten and shuffle: batch need the whole batch first: compare with behaviour or proximal, not with current"
+            )
         if "student" in changed(self) and not any(part.of_student for part in self.parts):
             raise ValueError("teacher_weight and reference_weight are 0, so `student` does nothing")
         return self
@@ -495,13 +576,243 @@ class MagnitudeAdvantage(OutcomeAdvantage):
         teachers = tokens.batch.logprobs(tokens.term.role, tokens.rollouts)
         signals = tokens.batch.signals[tokens.term.role, "logprobs_at"]
         students = [
-            beside(student, signals[rollout.id])
+            over_spans(student, signals[rollout.id])
             for student, rollout in zip(tokens.student, tokens.rollouts, strict=True)
         ]
         return [
             weighed_by_teacher(outcome, teacher - student, share, self.band)
             for outcome, teacher, student in zip(super().values(tokens, prepared), teachers, students, strict=True)
         ]
+
+
+# --- A fixed advantage: the control without a teacher, and OPSA ---
+
+
+class FixedAdvantage(AdvantagePart):
+    """The same advantage for every sampled token, or one that grows with the position's entropy (OPSA)."""
+
+    name = "fixed"
+    value: float = Field(-0.5, description="of fixed: every token's advantage; negative pushes down what was sampled")
+    entropy_weight: float = Field(
+        0.0, description="of fixed: added times the student's entropy, scaled to [0, 1] over the batch's trained tokens"
+    )
+
+    @model_validator(mode="after")
+    def _does_something(self) -> FixedAdvantage:
+        if self.value == 0 and self.entropy_weight == 0:
+            raise ValueError("value and entropy_weight are 0, so there is no advantage: set value to -0.5, say")
+        return self
+
+    def needs(self, role: str = "teacher") -> Needs:
+        return Needs(student=frozenset({("entropy",)})) if self.entropy_weight else Needs()
+
+    def prepare(self, tokens: SampledTokens) -> tuple[float, float]:
+        """The smallest entropy of the batch's trained tokens, and the range."""
+        if not self.entropy_weight:
+            return 0.0, 1.0
+        known = [values[mask] for values, mask in zip(self._entropies(tokens), tokens.counted, strict=True)]
+        every = np.concatenate(known)
+        return (every.min(), max(every.max() - every.min(), 1e-12)) if every.size else (0.0, 1.0)
+
+    def values(self, tokens: SampledTokens, prepared: tuple[float, float]) -> list[np.ndarray]:
+        if not self.entropy_weight:
+            return [np.full(rollout.response_ids.size, self.value) for rollout in tokens.rollouts]
+        low, width = prepared
+        return [self.value + self.entropy_weight * (values - low) / width for values in self._entropies(tokens)]
+
+    def _entropies(self, tokens: SampledTokens) -> list[np.ndarray]:
+        return [tokens.batch.first_pass.entropy[rollout.id] for rollout in tokens.rollouts]
+
+
+# --- BOND: towards the best of n answers of an anchor ---
+#
+# The best of n answers of an anchor is y with log-probability log anchor(y) + (n - 1) log p(y) + constant, nearly, p(y) being the
+# chance that an answer of the anchor is no better than y. KL(student || that) is minimised by the reward (n - 1) log p(y) minus
+# log student(y) - log anchor(y), which is the teacher's part with discount 1 if the teacher is the anchor.
+
+
+class AnchorRank(OutcomeAdvantage):
+    """(n - 1) log of the share of the teacher's answers in the group that are no better, minus a baseline."""
+
+    name = "anchor_rank"
+    outcome_weight: float = Field(1.0, ge=0)
+    baseline: Baseline = Field("batch", description="what is subtracted from a reward")
+    n: Annotated[int, Field(ge=2, le=10_000)] = Field(2, description="of anchor_rank: towards the best of so many")
+    rule: Literal["share", "worst"] = Field(
+        "share", description="of anchor_rank: worst: 0, unless all of the teacher's answers are better (J-BOND)"
+    )
+    floor: float = Field(0.0625, gt=0, lt=1, description="of anchor_rank: stands for a share of 0; J-BOND 1/16")
+
+    @model_validator(mode="after")
+    def _weighs(self) -> AnchorRank:
+        if self.outcome_weight == 0:
+            raise ValueError("outcome_weight is 0, so the rank does nothing: remove it")
+        if self.baseline_of == "all":
+            raise ValueError(
+                "baseline_of: all would average ranks of the teacher's answers against themselves. Drop it"
+            )
+        return self
+
+    def check(self, view: StageView) -> Iterable[str]:
+        yield from super().check(view)
+        drawn = view.rollout  # a teacher with a share of the prompts answers alone
+        alone = drawn.rescue is None and drawn.demonstrations is None
+        in_groups = any(writer.samples and writer.author == "teacher" for writer in drawn.writers)
+        if "teacher" not in group_authors(drawn) or (alone and not in_groups):
+            yield (
+                "anchor_rank compares with the teacher's answers to the same prompt, and none of a group is the teacher's. Add "
+                "{kind: teacher, samples: 2} to rollout.writers."
+            )
+
+    def prepare(self, tokens: SampledTokens) -> dict[str, float]:
+        """Like an outcome advantage, with ranks in place of rewards."""
+        batch = tokens.batch
+        anchors: dict[str, list[float]] = {}
+        for rollout in batch.rollouts:
+            reward = batch.rewards.get(rollout.id)
+            if reward is not None and (rollout.author == Author.TEACHER).any():
+                anchors.setdefault(rollout.group, []).append(reward)
+        ranks = {
+            rollout.id: None if reward is None else self.rank(reward, anchors.get(rollout.group, []))
+            for rollout in batch.rollouts
+            for reward in (batch.rewards.get(rollout.id),)
+        }
+        return super().prepare(replace(tokens, prepared=replace(tokens.prepared, batch=replace(batch, rewards=ranks))))
+
+    def rank(self, reward: float, anchors: Sequence[float]) -> float | None:
+        """What an answer is worth next to the anchor's; None if the anchor has none.
+
+        >>> [round(AnchorRank(n=3).rank(reward, [1.0, 0.5]), 3) for reward in (1.0, 0.5, 0.0)]
+        [0.0, -1.386, -5.545]
+        """
+        if not anchors:
+            return None
+        share = sum(other <= reward for other in anchors) / len(anchors)
+        if self.rule == "worst" and share:
+            return 0.0
+        return (self.n - 1) * math.log(max(share, self.floor))
+
+
+# --- KETCHUP: the teacher's logits are the values of actions ---
+
+
+class TeacherQ(AdvantagePart):
+    """Returns of rewards q(s, y) - max q(s', .), with the teacher's logits as q, over blocks of `steps` tokens (KETCHUP)."""
+
+    name = "ketchup"
+    steps: Positive = Field(4, description="of ketchup: K, tokens per block; the pairs inside a block are left out")
+    whiten: bool = Field(True, description="mean 0 and variance 1 over the batch's tokens, as a baseline")
+
+    def needs(self, role: str = "teacher") -> Needs:
+        return Needs(signals=((role, "hidden"),), student=frozenset({("logits", role)}))
+
+    @property
+    def needs_batch(self) -> bool:
+        return self.whiten
+
+    def prepare(self, tokens: SampledTokens) -> tuple[float, float] | None:
+        return moments(self._returns(tokens), tokens.counted) if self.whiten else None
+
+    def values(self, tokens: SampledTokens, prepared: tuple[float, float] | None) -> list[np.ndarray]:
+        values = self._returns(tokens)
+        return whitened_by(values, prepared) if self.whiten else values
+
+    def _returns(self, tokens: SampledTokens) -> list[np.ndarray]:
+        known, found = tokens.batch.first_pass.teacher_logits[tokens.term.role], []
+        for rollout, counted in zip(tokens.rollouts, tokens.counted, strict=True):
+            values = np.zeros(rollout.response_ids.size)
+            logits = known[rollout.id][counted]
+            values[counted] = q_returns(logits[:, 0], logits[:, 1], self.steps, ended=rollout.stop != "length")
+            found.append(values)
+        return found
+
+
+# --- The score of a module, such as a discriminator, in place of a reward ---
+
+
+class ScoreAdvantage(OutcomeAdvantage):
+    """The score that a module gave the whole answer before this batch's updates, minus a baseline."""
+
+    name = "score"
+    outcome_weight: float = Field(1.0, ge=0)
+    module: Word = Field("judge", description="of score: name of the module that scores answers")
+
+    @model_validator(mode="after")
+    def _weighs(self) -> ScoreAdvantage:
+        if self.outcome_weight == 0:
+            raise ValueError("outcome_weight is 0, so the score does nothing: remove it")
+        return self
+
+    def needs(self, role: str = "teacher") -> Needs:
+        return Needs(scores=(self.module,))
+
+    def worth(self, batch: Batch, rollout: Rollout) -> float | None:
+        return batch.first_pass.scores[self.module][rollout.id]
+
+
+# --- Credit by turn, for rollouts in environments ---
+
+
+class TurnAdvantage(AdvantagePart):
+    """The rewards from a turn on, discounted by turn, minus what the group's other rollouts got from that turn on."""
+
+    name = "turns"
+    turn_weight: float = Field(1.0, gt=0, description="of turns: factor of the advantage")
+    turn_discount: Fraction = Field(1.0, description="of turns: of the rewards of later turns; 0: each turn by itself")
+    turn_baseline: Literal["turn", "group", "none"] = Field(
+        "turn", description="of turns: mean over the group's rollouts at the same turn, over all their turns, or none"
+    )
+
+    def needs(self, role: str = "teacher") -> Needs:
+        return Needs(rewards=True)
+
+    def check(self, view: StageView) -> Iterable[str]:
+        if not view.environments:
+            yield "advantage turns divides rewards among turns, but every rollout of this recipe has one turn. Use outcome_weight."
+        if view.rollout.samples == 1 and self.turn_baseline != "none":
+            yield (
+                f"advantage turns with turn_baseline {self.turn_baseline} and rollout.samples 1: a sample alone in its group has "
+                "advantage 0. Set rollout.samples to 2 or more, or turn_baseline: none."
+            )
+
+    def prepare(self, tokens: SampledTokens) -> dict[str, np.ndarray]:
+        """Rollout id -> (turns,) advantage of each turn; 0 without a reward."""
+        rewards = [rewards_by_turn(tokens.batch, rollout) for rollout in tokens.rollouts]
+        groups = [rollout.group for rollout in tokens.rollouts]
+        found = turn_advantages(rewards, groups, self.turn_discount, self.turn_baseline)
+        return {rollout.id: values for rollout, values in zip(tokens.rollouts, found, strict=True)}
+
+    def values(self, tokens: SampledTokens, prepared: dict[str, np.ndarray]) -> list[np.ndarray]:
+        found = []
+        for rollout in tokens.rollouts:
+            values = np.zeros(rollout.response_ids.size)
+            if rollout.id in prepared:
+                for (first, end), advantage in zip(own_turns(rollout), prepared[rollout.id], strict=False):
+                    values[first:end] = self.turn_weight * advantage
+            found.append(values)
+        return found
+
+
+def turn_advantages(
+    rewards: Sequence[np.ndarray | None], groups: Sequence[str], discount: float, baseline: str = "turn"
+) -> list[np.ndarray]:
+    """(turns,) per rollout: the discounted rewards from each turn on, minus the baseline.
+
+    >>> [values.tolist() for values in turn_advantages([np.array([0.0, 1.0]), np.array([0.0])], ["a", "a"], 0.5)]
+    [[0.25, 0.0], [-0.25]]
+    """
+    sums = [None if values is None else returns(values, discount) for values in rewards]
+    found = []
+    for own, group in zip(sums, groups, strict=True):
+        others = [other for other, name in zip(sums, groups, strict=True) if name == group and other is not None]
+        if own is None:
+            found.append(np.zeros(0))
+        elif baseline == "turn":
+            means = [np.mean([other[turn] for other in others if other.size > turn]) for turn in range(own.size)]
+            found.append(own - means)
+        else:
+            found.append(own - (np.mean(np.concatenate(others)) if baseline == "group" else 0.0))
+    return found
 
 
 # --- The arithmetic of advantages ---
@@ -579,6 +890,23 @@ def returns(
         left = np.arange(values_T.size, 0, -1) - (1 if future_only else 0)
         sums /= np.maximum(left, 1)
     return sums
+
+
+def q_returns(chosen_T: np.ndarray, best_T: np.ndarray, steps: int, ended: bool) -> np.ndarray:
+    """Sums of q(s_b, y_b) - max q(s_next, .) over this and all later blocks of `steps` tokens; b: a block's first token.
+
+    After the last block comes a state of value 0 if the answer `ended`; one that was cut off has no known value, so its last
+    block is left out.
+
+    >>> q_returns(np.array([1.0, 2.0, 3.0]), np.array([5.0, 6.0, 7.0]), 2, ended=True).tolist()
+    [-3.0, -3.0, 3.0]
+    """
+    starts = np.arange(0, chosen_T.size, steps)
+    following = np.append(best_T[starts[1:]], 0.0)
+    rewards = chosen_T[starts] - following[: starts.size]
+    if not ended and rewards.size:
+        rewards[-1] = 0.0
+    return rewards[::-1].cumsum()[::-1].repeat(steps)[: chosen_T.size]
 
 
 def moments(values: Sequence[np.ndarray], masks: Sequence[np.ndarray]) -> tuple[float, float] | None:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from opd.common.errors import TrainingError
-from opd.records import Prompt, Rollout, Signal, SignalKind
+from opd.records import Author, Prompt, Rollout, Signal, SignalKind
 
 Signals = Mapping[tuple[str, SignalKind], Mapping[str, Signal]]  # (role, kind) -> rollout id -> signal
 RewardsById = Mapping[str, float | None]  # rollout id -> reward; None: the reward failed; absent: none was requested
@@ -28,7 +28,14 @@ class FirstPass:
     accepted: dict[tuple[str, int], ByRollout] = field(
         default_factory=dict
     )  # by role and k: argmax in the teacher's top k
-    modules: dict[str, ByRollout] = field(default_factory=dict)  # by name: output of each module, (T,) or (T, K)
+    acceptance: dict[str, ByRollout] = field(default_factory=dict)  # by role: sum min(S, T)
+    likeliest_ids: dict[int, ByRollout] = field(default_factory=dict)  # by k: (T, K) of the student's likeliest events
+    likeliest: dict[int, ByRollout] = field(default_factory=dict)  # their log-probs
+    teacher_logits: dict[str, ByRollout] = field(default_factory=dict)  # by role: (T, 2), of the token and the largest
+    modules: dict[str, ByRollout] = field(default_factory=dict)  # by name: output of each head, (T,) or (T, K)
+    scores: dict[str, dict[str, float]] = field(
+        default_factory=dict
+    )  # by name: scores of modules with their own passes, by rollout
 
 
 @dataclass
@@ -40,16 +47,13 @@ class Written:
     continued: int = 0
     prompts: int = 0
     unshown: int = 0  # of these, rollouts without anything to show in a view; they used the plain prompt
-
-    @property
-    def taken_up(self) -> bool:
-        """Whether an earlier process may have rewarded and scored some of them already."""
-        return bool(self.finished or self.continued)
+    resumed: bool = False  # whether an earlier process may have rewarded and scored some of them already
 
     def add(self, other: Written) -> None:
         """Add rollouts written later for the same batch."""
         self.finished += other.finished
         self.continued += other.continued
+        self.resumed |= other.resumed
 
 
 @dataclass(repr=False)
@@ -70,17 +74,11 @@ class Batch:
     written: Written = field(default_factory=Written)
     metrics: dict[str, float] = field(default_factory=dict)  # counts, and seconds of work alongside training
     scored: bool = False  # whether the teachers have scored it
+    turn_rewards: Mapping[str, Sequence[float | None]] = field(default_factory=dict)  # of an environment, by rollout id
 
     def __repr__(self) -> str:
         signals = ", ".join(f"{kind} of {role}" for role, kind in self.signals)
         return f"Batch({len(self.rollouts)} rollouts, {len(self.rewards)} rewards, signals: {signals or 'none'})"
-
-    def seen(self, needs: Iterable[tuple[str, SignalKind]], rollout: Rollout) -> np.ndarray:
-        """(T,) bool: tokens of a rollout covered by all of these signals that exist."""
-        mask = np.ones(rollout.response_ids.size, dtype=bool)
-        for need in (need for need in needs if need in self.signals):
-            mask &= self.signals[need][rollout.id].mask
-        return mask
 
     def logprobs(self, role: str, rollouts: Sequence[Rollout]) -> list[np.ndarray]:
         """Log-probs of the response tokens under the model of a role."""
@@ -88,7 +86,31 @@ class Batch:
         return [np.asarray(signals[rollout.id].values, dtype=np.float64) for rollout in rollouts]
 
 
-def beside(student: np.ndarray, signal: Signal) -> np.ndarray:
+def own_turns(rollout: Rollout) -> list[tuple[int, int]]:
+    """(first, end) of the student's tokens in each turn of a response: between them stands what an environment said."""
+    played = rollout.author == Author.ENV
+    if not played.any():
+        return [(0, rollout.response_ids.size)]
+    edges = np.flatnonzero(np.diff(np.concatenate([[1], played.astype(np.int8), [1]])))
+    return [(int(first), int(end)) for first, end in zip(edges[::2], edges[1::2], strict=True)]
+
+
+def rewards_by_turn(batch: Batch, rollout: Rollout) -> np.ndarray | None:
+    """(turns,) reward of each turn. Without rewards from an environment, the rollout's reward belongs to the last turn.
+
+    None: the rollout has no reward.
+    """
+    reward, turns = batch.rewards.get(rollout.id), len(own_turns(rollout))
+    if reward is None:
+        return None
+    found = np.zeros(turns)
+    given = [value or 0.0 for value in batch.turn_rewards.get(rollout.id, ())][:turns]
+    found[: len(given)] = given
+    found[-1] += reward - found.sum()
+    return found
+
+
+def over_spans(student: np.ndarray, signal: Signal) -> np.ndarray:
     """The student's log-probs in the layout of the teacher's.
 
     If the teacher has another tokenizer, the log-prob of each span is divided over its tokens.

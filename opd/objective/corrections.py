@@ -39,7 +39,7 @@ class Correction(Choice):
         """(N,) w(rho), detached."""
         raise NotImplementedError
 
-    def bites(self, weight_N: Tensor) -> Tensor:
+    def altered(self, weight_N: Tensor) -> Tensor:
         """(N,) bool: tokens that are masked or truncated, for the metrics."""
         return weight_N == 0
 
@@ -49,13 +49,13 @@ class Correction(Choice):
         `included`: the surrogate already multiplies by rho, so the remaining weight is w(rho) / rho.
         """
         weight = self.weight(log_ratio_N, segment_N)
-        bites = self.bites(weight)
+        altered = self.altered(weight)
         if included and self.weighs_by == "token":
             weight = weight * (-log_ratio_N.detach().clamp(-LOG_LIMIT, LOG_LIMIT)).exp()
         if self.veto is not None:
             veto = veto_weight(log_ratio_N, segment_N, self.veto)
-            weight, bites = weight * veto, bites | (veto == 0)
-        return weight, bites
+            weight, altered = weight * veto, altered | (veto == 0)
+        return weight, altered
 
 
 AnyCorrection = Annotated[Correction, Family("correction")]
@@ -104,7 +104,7 @@ class TIS(Correction):
     def weight(self, log_ratio_N: Tensor, segment_N: Tensor) -> Tensor:
         return correction_weight("tis", log_ratio_N, segment_N, high=self.high, level=self.level)
 
-    def bites(self, weight_N: Tensor) -> Tensor:
+    def altered(self, weight_N: Tensor) -> Tensor:
         return weight_N >= self.high
 
 
@@ -118,7 +118,7 @@ class Prefix(Correction):
     def weight(self, log_ratio_N: Tensor, segment_N: Tensor) -> Tensor:
         return prefix_weight(log_ratio_N, segment_N, self.high)
 
-    def bites(self, weight_N: Tensor) -> Tensor:
+    def altered(self, weight_N: Tensor) -> Tensor:
         return weight_N >= self.high
 
 

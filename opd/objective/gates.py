@@ -17,7 +17,7 @@ from pydantic import Field, model_validator
 
 from opd.objective.batch import Batch
 from opd.records import Rollout
-from opd.registry import Choice, Family, Fraction, Needs, Positive, StageView, changed
+from opd.registry import Choice, Count, Family, Fraction, Needs, Positive, StageView, changed
 
 Arrays = list[np.ndarray]
 
@@ -62,6 +62,8 @@ class Gate(Choice):
     family = "gate"
     weighs: ClassVar[bool] = False  # True: 0 is a small weight and stays in the mean; False: 0 closes the token
     compares_samples: ClassVar[bool] = False  # compares samples of one prompt, so it needs several
+    closes_cut_off: ClassVar[bool] = False  # closes answers that the length limit cut off
+    chooses_rollouts: ClassVar[bool] = False  # keeps some of a group's rollouts, which must be whole
 
     def needs(self, role: str = "teacher") -> Needs:
         return Needs()
@@ -75,10 +77,12 @@ class Gate(Choice):
     def factors(self, view: GateView) -> Arrays:
         raise NotImplementedError
 
-    def refuse(self, view: StageView) -> Iterable[str]:
+    def check(self, view: StageView) -> Iterable[str]:
         if self.compares_samples and view.rollout.samples == 1:
             yield f"gate {self.name} compares the samples of a prompt, but rollout.samples is 1. Set it to 2 or more."
-        others = view.term.authors_beside_student(view.rollout) if view.term is not None else []
+        if self.chooses_rollouts and any(one is not None and one.history == "split" for one in view.environments):
+            yield f"gate {self.name} with an environment whose history is split: it chooses among whole rollouts. Set history to keep."
+        others = view.term.other_authors(view.rollout) if view.term is not None else []
         if self.by_student and others:
             yield (
                 f"gate {self.name} uses the student's log-prob of the tokens it sampled, but the term also trains on "
@@ -93,38 +97,71 @@ class FinishedOnly(Gate):
     """Keeps rollouts that ended before the length limit."""
 
     name = "finished"
+    closes_cut_off = True
 
     def factors(self, view: GateView) -> Arrays:
         return view.spread(np.array([float(rollout.stop != "length") for rollout in view.rollouts]))
 
 
-class Entropy(Gate):
-    """TIP: keeps the share of the batch's tokens with the highest student entropy."""
+class ShareGate(Gate):
+    """Base of gates that keep the share of tokens with the largest `scores`."""
+
+    share: float = Field(0.5, gt=0, le=1)
+    per: Literal["batch", "rollout"] = Field(
+        "batch",
+        description="of entropy, soft_or and unlikely: whether the share is of the batch's tokens or of each rollout's",
+    )
+
+    @abstractmethod
+    def scores(self, view: GateView) -> Arrays:
+        raise NotImplementedError
+
+    def factors(self, view: GateView) -> Arrays:
+        values = self.scores(view)
+        if self.per == "batch":
+            return top_share(values, view.open, self.share)
+        return [top_share([value], [mask], self.share)[0] for value, mask in zip(values, view.open, strict=True)]
+
+
+class Entropy(ShareGate):
+    """TIP: keeps the tokens with the highest student entropy."""
 
     name = "entropy"
-    share: float = Field(0.5, gt=0, le=1)
 
     def needs(self, role: str = "teacher") -> Needs:
         return Needs(student=frozenset({("entropy",)}))
 
-    def factors(self, view: GateView) -> Arrays:
-        return top_share([view.batch.first_pass.entropy[name] for name in view.ids], view.open, self.share)
+    def scores(self, view: GateView) -> Arrays:
+        return [view.batch.first_pass.entropy[name] for name in view.ids]
 
 
-class SoftOr(Gate):
+class Unlikely(ShareGate):
+    """OPSA: keeps the sampled tokens with the lowest student log-prob."""
+
+    name = "unlikely"
+    share: float = Field(0.2, gt=0, le=1)
+
+    @property
+    def by_student(self) -> bool:
+        return True
+
+    def scores(self, view: GateView) -> Arrays:
+        return [-rollout.logprob.astype(np.float64) for rollout in view.rollouts]
+
+
+class SoftOr(ShareGate):
     """TIP: keeps the tokens with the largest h + d - h*d; entropy h and reverse KL d are scaled to [0, 1] over the batch."""
 
     name = "soft_or"
-    share: float = Field(0.5, gt=0, le=1)
 
     def needs(self, role: str = "teacher") -> Needs:
         return Needs(signals=((role, "hidden"),), student=frozenset({("comparison", role)}))
 
-    def factors(self, view: GateView) -> Arrays:
+    def scores(self, view: GateView) -> Arrays:
         known = view.batch.first_pass
         entropies = [known.entropy[name] for name in view.ids]
         divergences = [known.reverse_kl[view.role][name] for name in view.ids]
-        return top_share(soft_or(entropies, divergences, view.open), view.open, self.share)
+        return soft_or(entropies, divergences, view.open)
 
 
 class Random(Gate):
@@ -164,7 +201,7 @@ class TeacherEntropy(Gate):
 
 
 class SelectKD(Gate):
-    """SelecTKD: the student proposes, the teacher accepts. Rejected tokens weigh `rejected`."""
+    """SelecTKD: the student proposes, the teacher accepts. OSD: rejected tokens alone count."""
 
     name = "selectkd"
     accept: Literal["greedy", "speculative"] = Field(
@@ -175,12 +212,23 @@ class SelectKD(Gate):
         ),
     )
     k: Positive = Field(5, description="of greedy")
+    draws: Positive = Field(
+        1, description="of speculative: tokens that the student proposes; one accepted suffices (Spec-k)"
+    )
+    accepted: Fraction = Field(1.0, description="weight of accepted tokens; 0 with rejected 1 is OSD")
     rejected: Fraction = 0.0
 
     @model_validator(mode="after")
     def _consistent(self) -> SelectKD:
-        if self.accept == "speculative" and "k" in changed(self):
+        given = changed(self)
+        if self.accept == "speculative" and "k" in given:
             raise ValueError("k belongs to accept: greedy")
+        if self.accept == "greedy" and "draws" in given:
+            raise ValueError("draws belongs to accept: speculative")
+        if self.accepted == self.rejected:
+            raise ValueError(
+                f"accepted and rejected are both {self.accepted:g}, so the teacher's verdict does nothing: set one to 0"
+            )
         return self
 
     @property
@@ -188,12 +236,15 @@ class SelectKD(Gate):
         return self.accept == "speculative"
 
     def needs(self, role: str = "teacher") -> Needs:
-        if self.accept == "speculative":
-            return Needs(signals=((role, "logprobs_at"),))
-        return Needs(signals=((role, "hidden"),), student=frozenset({("accepted", role, self.k)}))
+        if self.accept == "greedy":
+            return Needs(signals=((role, "hidden"),), student=frozenset({("accepted", role, self.k)}))
+        needs = Needs(signals=((role, "logprobs_at"),))
+        if self.draws == 1:
+            return needs
+        return needs | Needs(signals=((role, "hidden"),), student=frozenset({("acceptance", role)}))
 
-    def refuse(self, view: StageView) -> Iterable[str]:
-        yield from super().refuse(view)
+    def check(self, view: StageView) -> Iterable[str]:
+        yield from super().check(view)
         drawn = view.rollout
         if self.accept == "speculative" and (
             drawn.temperature != 1 or drawn.top_p < 1 or drawn.top_k or drawn.teacher_mix
@@ -205,12 +256,219 @@ class SelectKD(Gate):
             )
 
     def factors(self, view: GateView) -> Arrays:
+        return [np.where(taken, self.accepted, self.rejected) for taken in self._taken(view)]
+
+    def _taken(self, view: GateView) -> Arrays:
+        """(T,) bool per rollout: whether the teacher accepts."""
+        known = view.batch.first_pass
         if self.accept == "greedy":
-            accepted = view.batch.first_pass.accepted[view.role, self.k]
-            return [np.where(accepted[name] > 0, 1.0, self.rejected) for name in view.ids]
-        students = [rollout.logprob for rollout in view.rollouts]
+            return [known.accepted[view.role, self.k][name] > 0 for name in view.ids]
         keys = [f"accept/{name}" for name in view.ids]
-        return speculative(keys, students, view.teacher_logprobs(), self.rejected, view.seed)
+        students = [rollout.logprob for rollout in view.rollouts]
+        taken = speculative(keys, students, view.teacher_logprobs(), view.seed)
+        if self.draws == 1:
+            return taken
+        rates = [known.acceptance[view.role][name] for name in view.ids]
+        more = further_draws(keys, rates, self.draws - 1, view.seed)
+        return [first | other for first, other in zip(taken, more, strict=True)]
+
+
+class Trust(Gate):
+    """Weighs a token by how far its teacher can be trusted there."""
+
+    name = "trust"
+    weighs = True
+    by: Literal["ratio", "entropy"] = Field(
+        "ratio", description="of trust: min(1, T/S) of the sampled token, or exp(-H) of the teacher's entropy H in nats"
+    )
+    power: float = Field(1.0, gt=0, description="of trust: the weight to this power; larger trusts less")
+    bound: float | None = Field(
+        None, gt=0, lt=1, description="of trust: a hard region: 1 if the weight is at least this, else 0"
+    )
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Trust:
+        if self.bound is not None and self.power != 1:
+            raise ValueError("power belongs to the soft weight: with bound, change bound instead")
+        return self
+
+    @property
+    def by_student(self) -> bool:
+        return self.by == "ratio"
+
+    def needs(self, role: str = "teacher") -> Needs:
+        if self.by == "ratio":
+            return Needs(signals=((role, "logprobs_at"),))
+        return Needs(signals=((role, "hidden"),), student=frozenset({("comparison", role)}))
+
+    def factors(self, view: GateView) -> Arrays:
+        if self.by == "entropy":
+            logs = [-view.batch.first_pass.teacher_entropy[view.role][name] for name in view.ids]
+        else:
+            students = [rollout.logprob.astype(np.float64) for rollout in view.rollouts]
+            logs = [
+                np.minimum(teacher - student, 0.0)
+                for teacher, student in zip(view.teacher_logprobs(), students, strict=True)
+            ]
+        if self.bound is not None:
+            return [np.where(np.isnan(log), np.nan, log >= np.log(self.bound)) for log in logs]
+        return [np.exp(self.power * log) for log in logs]
+
+
+class Drift(Gate):
+    """IW-OPD: weighs a token by how little the student has left the teacher before it."""
+
+    name = "drift"
+    weighs = True
+    gamma: float = Field(
+        0.5,
+        ge=0,
+        description="of drift: the first token weighs 1 + gamma, falling to 1 with the answer's |log S - log T|",
+    )
+    most: float | None = Field(
+        None, gt=0, description="of drift: nats of |log S - log T| after which the rest of an answer weighs 0"
+    )
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Drift:
+        if self.gamma == 0 and self.most is None:
+            raise ValueError("gamma is 0 and most is not set, so every token weighs 1: set one of them")
+        return self
+
+    @property
+    def by_student(self) -> bool:
+        return True
+
+    def needs(self, role: str = "teacher") -> Needs:
+        return Needs(signals=((role, "logprobs_at"),))
+
+    def factors(self, view: GateView) -> Arrays:
+        gaps = [
+            np.where(mask, np.abs(rollout.logprob - teacher), 0.0)
+            for rollout, teacher, mask in zip(view.rollouts, view.teacher_logprobs(), view.eligible, strict=True)
+        ]
+        return [drift_weights(np.nan_to_num(gap), self.gamma, self.most) for gap in gaps]
+
+
+class Tokens(Gate):
+    """Closes tokens by id, or keeps them alone. Special tokens that a teacher scores badly are a reason."""
+
+    name = "tokens"
+    ids: list[Count] = Field(min_length=1, description="of tokens: ids in the student's vocabulary")
+    occurrence: Literal["all", "first"] = Field(
+        "all", description="of tokens: every occurrence in an answer, or the first of each id"
+    )
+    keep: bool = Field(False, description="of tokens: keep these and close the others")
+
+    def factors(self, view: GateView) -> Arrays:
+        return [self._factors(rollout.response_ids) for rollout in view.rollouts]
+
+    def _factors(self, ids_T: np.ndarray) -> np.ndarray:
+        found = np.isin(ids_T, self.ids)
+        if self.occurrence == "first":
+            first = np.zeros(ids_T.size, dtype=bool)
+            first[np.unique(ids_T, return_index=True)[1]] = True
+            found &= first
+        return (found if self.keep else ~found).astype(np.float64)
+
+
+class Length(Gate):
+    """Apple SSD: closes the shortest or the longest answers of a step."""
+
+    name = "length"
+    shortest: float = Field(
+        0.0, ge=0, lt=1, description="of length: the part of a step's answers, the shortest, to close"
+    )
+    longest: float = Field(
+        0.0, ge=0, lt=1, description="of length: the part of a step's answers, the longest, to close"
+    )
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Length:
+        if self.shortest == 0 and self.longest == 0:
+            raise ValueError("shortest and longest are 0, so no answer is closed: set one, such as shortest: 0.1")
+        if self.shortest + self.longest >= 1:
+            raise ValueError(f"shortest {self.shortest:g} and longest {self.longest:g} close every answer")
+        return self
+
+    def factors(self, view: GateView) -> Arrays:
+        is_open = np.array([bool(mask.any()) for mask in view.open])
+        lengths = np.array([int(mask.sum()) for mask in view.eligible])
+        members = np.flatnonzero(is_open)
+        members = members[np.argsort(lengths[members], kind="stable")]
+        kept = np.zeros(lengths.size)
+        last = members.size - round(self.longest * members.size)
+        kept[members[round(self.shortest * members.size) : last]] = 1.0
+        return view.spread(kept)
+
+
+class Keep(Gate):
+    """GRPO-RoC: keeps some answers of every group, right and wrong in proportion, and drops groups without contrast."""
+
+    name = "keep"
+    compares_samples = chooses_rollouts = True
+    share: float = Field(0.5, gt=0, lt=1)
+    minimum: Positive = Field(2, description="of keep: right and wrong answers to keep, if there are so many")
+    prefer: Literal["short", "likely", "random"] = Field(
+        "short", description="of keep: which right answers stay; of wrong ones a random part stays"
+    )
+    threshold: float = Field(0.5, description="a reward of at least this is correct")
+
+    @property
+    def by_student(self) -> bool:
+        return self.prefer == "likely"
+
+    def needs(self, role: str = "teacher") -> Needs:
+        return Needs(rewards=True)
+
+    def factors(self, view: GateView) -> Arrays:
+        kept = np.zeros(len(view.rollouts))
+        groups: dict[str, list[int]] = {}
+        for number, (group, reward) in enumerate(zip(view.groups, view.rewards, strict=True)):
+            if reward is not None and view.open[number].any():
+                groups.setdefault(group, []).append(number)
+        for members in groups.values():
+            kept[self._chosen(view, members)] = 1.0
+        return view.spread(kept)
+
+    def _chosen(self, view: GateView, members: list[int]) -> list[int]:
+        right = [number for number in members if (view.rewards[number] or 0.0) >= self.threshold]
+        wrong = [number for number in members if number not in right]
+        if not right or not wrong:
+            return []
+        draws = {number: keyed_uniforms(f"{view.seed}/keep/{view.ids[number]}", 1)[0] for number in members}
+        orders = {
+            "short": lambda number: view.rollouts[number].response_ids.size,
+            "likely": lambda number: -view.rollouts[number].logprob[view.eligible[number]].mean(),
+            "random": draws.__getitem__,
+        }
+        count = round(self.share * len(members))
+        of_right = round(count * len(right) / len(members))
+        of_right = min(max(of_right, self.minimum), len(right))
+        of_wrong = min(max(count - of_right, self.minimum), len(wrong))
+        right.sort(key=orders[self.prefer])
+        wrong.sort(key=draws.__getitem__)
+        return right[:of_right] + wrong[:of_wrong]
+
+
+class BestOfGroup(Gate):
+    """Keeps the best-rewarded answer of every group, of several the first sampled (BOND)."""
+
+    name = "best_of_group"
+    compares_samples = chooses_rollouts = True
+
+    def needs(self, role: str = "teacher") -> Needs:
+        return Needs(rewards=True)
+
+    def factors(self, view: GateView) -> Arrays:
+        best: dict[str, tuple[float, int, int]] = {}
+        for number, (group, reward) in enumerate(zip(view.groups, view.rewards, strict=True)):
+            if reward is not None and view.open[number].any():
+                entry = (-reward, view.rollouts[number].sample, number)
+                best[group] = min(best.get(group, entry), entry)
+        kept = np.zeros(len(view.rollouts))
+        kept[[number for _, _, number in best.values()]] = 1.0
+        return view.spread(kept)
 
 
 class Perplexity(Gate):
@@ -254,9 +512,9 @@ class Turns(Gate):
     def needs(self, role: str = "teacher") -> Needs:
         return Needs(signals=((role, "logprobs_at"),))
 
-    def refuse(self, view: StageView) -> Iterable[str]:
-        yield from super().refuse(view)
-        if view.rollout.environment is None:
+    def check(self, view: StageView) -> Iterable[str]:
+        yield from super().check(view)
+        if not view.environments:
             yield (
                 "gate turns compares the turns of a rollout, but every rollout of this recipe has one turn, which would "
                 "weigh 1. Remove the gate: it is for episodes with an environment."
@@ -303,25 +561,65 @@ def _scaled(values: Sequence[np.ndarray], masks: Sequence[np.ndarray]) -> Arrays
 def random_share(names: Sequence[str], lengths: Sequence[int], share: float, seed: int) -> Arrays:
     """Open each token with probability `share`. Draws are keyed by (seed, rollout), so a restart repeats them."""
     return [
-        (_uniforms(f"{seed}/{name}", length) < share).astype(np.float64)
+        (keyed_uniforms(f"{seed}/{name}", length) < share).astype(np.float64)
         for name, length in zip(names, lengths, strict=True)
     ]
 
 
 def speculative(
-    names: Sequence[str], students: Sequence[np.ndarray], teachers: Sequence[np.ndarray], rejected: float, seed: int
+    names: Sequence[str], students: Sequence[np.ndarray], teachers: Sequence[np.ndarray], seed: int
 ) -> Arrays:
-    """Accept a sampled token with probability min(1, T/S), as speculative decoding does; others weigh `rejected`."""
-    factors = []
-    for name, student, teacher in zip(names, students, teachers, strict=True):
-        accept = _uniforms(f"{seed}/{name}", student.size) < np.exp(np.minimum(teacher - student, 0.0))
-        factors.append(np.where(accept, 1.0, rejected))
-    return factors
+    """(T,) bool: accept a sampled token with probability min(1, T/S), as speculative decoding does."""
+    return [
+        keyed_uniforms(f"{seed}/{name}", student.size) < np.exp(np.minimum(teacher - student, 0.0))
+        for name, student, teacher in zip(names, students, teachers, strict=True)
+    ]
 
 
-def _uniforms(key: str, count: int) -> np.ndarray:
+def further_draws(names: Sequence[str], rates: Sequence[np.ndarray], count: int, seed: int) -> Arrays:
+    """(T,) bool: whether one of `count` further proposals is accepted, given the acceptance rate of a single one.
+
+    A proposal drawn from S is accepted with probability sum min(S, T), so one of n is with 1 - (1 - sum min(S, T))^n: there
+    is no need to draw them.
+    """
+    return [
+        keyed_uniforms(f"{seed}/more/{name}", rate.size) < 1 - (1 - rate.clip(0, 1)) ** count
+        for name, rate in zip(names, rates, strict=True)
+    ]
+
+
+def drift_weights(gap_T: np.ndarray, gamma: float, most: float | None) -> np.ndarray:
+    """1 + gamma * (1 - C_t / C), with C_t the sum of the gaps before t and C of all; 0 where C_t exceeds `most`.
+
+    >>> drift_weights(np.array([1.0, 3.0, 0.0]), 0.5, 2.0).tolist()
+    [1.5, 1.375, 0.0]
+    """
+    before = gap_T.cumsum() - gap_T
+    weights = 1 + gamma * (1 - before / max(gap_T.sum(), 1e-8))
+    return weights if most is None else np.where(before > most, 0.0, weights)
+
+
+def keyed_generator(key: str) -> np.random.Generator:
+    """Random numbers that depend on the key alone, so every rank and every restart draws the same."""
     entropy = int.from_bytes(hashlib.blake2b(key.encode(), digest_size=16).digest(), "big")
-    return np.random.Generator(np.random.Philox(entropy)).random(count)
+    return np.random.Generator(np.random.Philox(entropy))
+
+
+def keyed_uniforms(key: str, count: int) -> np.ndarray:
+    """(T,) numbers from [0, 1)."""
+    return keyed_generator(key).random(count)
+
+
+def shuffled_order(key: str, mask_T: np.ndarray) -> np.ndarray:
+    """(T,) positions: a random cycle through those in the mask, so each takes the place of another; the others stay.
+
+    >>> shuffled_order("a", np.array([True, False, True])).tolist()
+    [2, 1, 0]
+    """
+    order, members = np.arange(mask_T.size), np.flatnonzero(mask_T)
+    cycle = keyed_generator(key).permutation(members)
+    order[cycle] = np.roll(cycle, 1)
+    return order
 
 
 def perplexity_weights(

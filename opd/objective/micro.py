@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -15,8 +15,10 @@ import torch
 from torch import Tensor
 
 from opd.divergences import Mixture, Projection, token_logprobs
+from opd.divergences.compute import likeliest_events
 from opd.divergences.projection import LOG_ZERO, MergeGroups, Source, canonical_ids, log_probs, source_log_probs, upload
-from opd.objective.batch import Batch, beside, concatenated
+from opd.objective.batch import Batch, ByRollout, concatenated, over_spans
+from opd.objective.gates import shuffled_order
 from opd.records import Author, Signal, SignalKind, TopK
 
 if TYPE_CHECKING:
@@ -38,13 +40,6 @@ class HeadModule(Protocol):
     def __call__(self, hidden: Tensor) -> Tensor: ...
 
 
-def apply_module(module: HeadModule, hidden: Tensor) -> Tensor:
-    """Apply a module in full precision, regardless of the student's."""
-    wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
-    with torch.autocast(hidden.device.type, enabled=False):
-        return module(hidden.to(wide))
-
-
 @dataclass
 class TokenStatistics:
     """Detached per-token values of one micro-batch, in the order of its rollouts; NaN: not computed.
@@ -60,6 +55,7 @@ class TokenStatistics:
     counts: dict[str, tuple[int, int]] = field(default_factory=dict)  # tokens: (clipped or masked, all)
     traces: dict[str, dict[str, Any]] = field(default_factory=dict)  # of traced rollouts, by id
     advantages: dict[str, np.ndarray] = field(default_factory=dict)  # (N,) by term, if a rollout is traced
+    losses: dict[str, Tensor] = field(default_factory=dict)  # by term, on the device until `settle`
     _unread: list[Callable[[], None]] = field(default_factory=list)
 
     def later(self, read: Callable[[], None]) -> None:
@@ -74,6 +70,8 @@ class TokenStatistics:
         for read in self._unread:
             read()
         self._unread.clear()
+        self.loss |= {name: float(loss) for name, loss in self.losses.items()}
+        self.losses.clear()
         if moved:
             self.mismatch[:] = np.nan
 
@@ -96,8 +94,12 @@ class MicroBatch:
     modules: Mapping[str, HeadModule] = field(default_factory=dict)  # trainable modules by name
 
     def module(self, name: str, rows: np.ndarray) -> Tensor:
-        """Output of a trainable module for some rows, with gradients. Its input is the state that predicts the token."""
-        return apply_module(self.modules[name], self.rows(rows).hidden)
+        """Output of a trainable module for some rows, with gradients. Its input is the state that predicts the token.
+
+        It is in full precision, regardless of the student's.
+        """
+        with torch.autocast(self.device.type, enabled=False):
+            return self.modules[name](self.rows(rows).hidden.to(self.wide))
 
     @property
     def device(self) -> torch.device:
@@ -113,10 +115,10 @@ class MicroBatch:
     @property
     def wide(self) -> torch.dtype:
         """Data type of sums."""
-        return torch.float64 if self.projection.hidden.dtype == torch.float64 else torch.float32
+        return self.projection.wide
 
     def tensor(self, values: np.ndarray) -> Tensor:
-        return upload(values, self.device)
+        return upload(values, self.projection.hidden.device)
 
     def rows(self, rows: np.ndarray) -> Projection:
         """The student's projection of some rows, in their order; for all rows, the projection itself."""
@@ -126,8 +128,13 @@ class MicroBatch:
         return self.tensor(concatenated(self.pack.rollouts, name)[rows])
 
     def tokens(self, rows: np.ndarray) -> Tensor:
-        """Ids of the response tokens of some rows."""
-        return token_ids(self.pack, self.projection, rows)
+        """Ids of the response tokens of some rows. Checks that they exist, because on a device a bad id ends the process."""
+        ids = concatenated(self.pack.rollouts, "response_ids").astype(np.int64)[rows]
+        size = self.projection.vocabulary
+        unknown = ids[(ids < 0) | (ids >= size)]
+        if unknown.size:
+            raise ValueError(f"tokens: id {unknown[0]} is outside the vocabulary of {size} ids")
+        return self.tensor(ids)
 
     def segment(self, rows: np.ndarray) -> Tensor:
         """Rollout numbers of some rows, counted from 0 without gaps."""
@@ -138,16 +145,45 @@ class MicroBatch:
         return np.concatenate(self.batch.logprobs(role, self.pack.rollouts))[rows]
 
     def teacher_projections(self, role: str, open_N: np.ndarray) -> Iterator[tuple[np.ndarray, Source]]:
-        """(rows, the teacher's projection of them), one teacher at a time. Leaves out rows that are not open."""
-        return teacher_projections(
-            self.pack, self.batch.signals[role, "hidden"], self.teachers, open_N, self.projection
-        )
+        """(rows, projection) per teacher, usually one because micro-batches are ordered by teacher.
+
+        The teacher's head has the student's precision. Leaves out rows that are not open, and rows without a signal.
+        """
+        student, signals = self.projection.hidden, self.batch.signals[role, "hidden"]
+        device = student.device
+        waits = (
+            device.type == "cpu"
+        )  # a copy from a GPU must be awaited; one to a GPU is ordered before what reads it there
+        known = [signals[rollout.id] for rollout in self.pack.rollouts]
+        names = [signal.teacher if signal.mask.any() else "" for signal in known]
+        owner = np.repeat(names, self.pack.response_lengths)
+        open_N = open_N & np.concatenate([signal.mask for signal in known])
+        for name in dict.fromkeys(filter(None, names)):
+            rows = np.flatnonzero((owner == name) & open_N)
+            values = [signal.values for signal, teacher in zip(known, names, strict=True) if teacher == name]
+            hidden = torch.cat([value.to(device, non_blocking=not waits) for value in values])
+            chosen = open_N[owner == name]
+            if not chosen.all():
+                hidden = hidden[self.tensor(np.flatnonzero(chosen))]
+            source, half = self.teachers[name].project(hidden), partial(in_half, dtype=student.dtype)
+            yield rows, source.each(half) if isinstance(source, Mixture) else half(source)
 
     def teacher_distributions(self, role: str, open_N: np.ndarray) -> Iterator[tuple[np.ndarray, Source | TopK]]:
         """Like `teacher_projections`, for either kind of signal: hidden states or top-k ids."""
         if (role, "hidden") in self.batch.signals:
             return self.teacher_projections(role, open_N)
         return iter([teacher_tops(self.pack, self.batch.signals[role, "topk"], open_N)])
+
+    def shuffled(self, role: str, seed: int, factor: ByRollout) -> MicroBatch:
+        """The same micro-batch with a role's signals at other tokens of the rollout, among those that `factor` keeps."""
+        kind: SignalKind = "hidden" if (role, "hidden") in self.batch.signals else "topk"
+        moved = {}
+        for rollout in self.pack.rollouts:
+            signal = self.batch.signals[role, kind][rollout.id]
+            order = shuffled_order(f"{seed}/shuffle/{rollout.id}", signal.mask & (factor[rollout.id] != 0))
+            moved[rollout.id] = _reordered(signal, order)
+        signals = {**self.batch.signals, (role, kind): moved}
+        return replace(self, batch=replace(self.batch, signals=signals))
 
     # --- Log-probs of the sampled tokens, by policy ---
 
@@ -165,6 +201,16 @@ class MicroBatch:
         if not known:
             return current.detach()
         return self.tensor(np.concatenate([known[item.id] for item in self.pack.rollouts])[rows]).float()
+
+    def candidates(self, k: int, rows: np.ndarray) -> tuple[Tensor, Tensor]:
+        """(N, K) ids and log-probs of the student's likeliest events before this batch's updates."""
+        ids, logprobs = (
+            known.get(k) for known in (self.batch.first_pass.likeliest_ids, self.batch.first_pass.likeliest)
+        )
+        if ids is None or logprobs is None:  # one update per batch: they are the current ones
+            return likeliest_events(self.rows(rows).detach(), k, self.merge)
+        chosen = [np.concatenate([known[item.id] for item in self.pack.rollouts])[rows] for known in (ids, logprobs)]
+        return self.tensor(chosen[0].astype(np.int64)), self.tensor(chosen[1])
 
     def current(self, rows: np.ndarray) -> Tensor:
         """Log-probs for ratios, both sides under the same transform: merged at temperature 1, otherwise tempered."""
@@ -190,27 +236,19 @@ class MicroBatch:
         """log rho (trainer over sampler) of the student's tokens, recorded as mismatch; 0 at other authors' tokens."""
         gap = self.proximal(rows, current) - self.sampler(rows)
         theirs = concatenated(self.pack.rollouts, "author")[rows] != Author.STUDENT
-        noted = gap.detach().abs()
-        self.statistics.later(
-            lambda: _put(self.statistics.mismatch, rows, np.where(theirs, np.nan, noted.cpu().numpy()))
-        )
+        self.note("mismatch", rows, gap, np.where(theirs, np.nan, 0.0))
         return gap.masked_fill(self.tensor(theirs), 0.0)
 
     def note_mismatch(self, rows: np.ndarray, logprobs: Tensor) -> None:
         """Record |log trainer - log sampler| of the policy itself, at the student's tokens."""
         theirs = concatenated(self.pack.rollouts, "author")[rows] != Author.STUDENT
         sampler = np.where(theirs, np.nan, concatenated(self.pack.rollouts, "logprob")[rows])
-        detached = logprobs.detach()
-        self.statistics.later(lambda: _put(self.statistics.mismatch, rows, np.abs(detached.cpu().numpy() - sampler)))
+        self.note("mismatch", rows, logprobs, sampler)
 
-    def note(self, name: str, rows: np.ndarray, values: Tensor) -> None:
-        """Record a per-token statistic: `reverse_kl` or `entropy`."""
-        found = values.detach()
-        self.statistics.later(lambda: _put(getattr(self.statistics, name), rows, found.cpu().numpy()))
-
-    def note_loss(self, name: str, loss: Tensor) -> None:
-        found = loss.detach()
-        self.statistics.later(lambda: self.statistics.loss.update({name: float(found)}))
+    def note(self, name: str, rows: np.ndarray, values: Tensor, distance_to: np.ndarray | None = None) -> None:
+        """Record a per-token statistic (`reverse_kl`, `entropy` or `mismatch`), or its distance to other values."""
+        into = getattr(self.statistics, name)
+        self.statistics.later(partial(_put, into, rows, values.detach(), distance_to))
 
     def estimate(self, rows: np.ndarray, values: np.ndarray | Tensor) -> None:
         """Record a one-sample estimate of reverse KL, where no term computed it exactly."""
@@ -226,15 +264,25 @@ class MicroBatch:
         """Record a term's advantages for traced rollouts."""
         if self.traced_N[rows].any():
             noted = self.statistics.advantages.setdefault(name, np.full(self.projection.count, np.nan))
-            self.statistics.later(lambda: _put(noted, rows, values.cpu().numpy()))
+            self.statistics.later(partial(_put, noted, rows, values))
 
     def count(self, name: str, touched: Tensor) -> None:
         number, every = touched.sum(), touched.numel()
         self.statistics.later(lambda: self.statistics.counts.update({name: (int(number), every)}))
 
 
-def _put(into: np.ndarray, rows: np.ndarray, values: np.ndarray) -> None:
-    into[rows] = values
+def _reordered(signal: Signal, order: np.ndarray) -> Signal:
+    """A signal whose values stand at other tokens. A rollout without a signal has no values."""
+    if not signal.mask.any():
+        return signal
+    if isinstance(signal.values, TopK):
+        return replace(signal, values=signal.values.rows(order))
+    return replace(signal, values=signal.values[torch.from_numpy(order).to(signal.values.device)])
+
+
+def _put(into: np.ndarray, rows: np.ndarray, values: Tensor, distance_to: np.ndarray | None = None) -> None:
+    found = values.cpu().numpy()
+    into[rows] = found if distance_to is None else np.abs(found - distance_to)
 
 
 def autocast_head(projection: Projection) -> Projection:
@@ -256,60 +304,13 @@ def in_half(projection: Projection, dtype: torch.dtype) -> Projection:
     return replace(projection, hidden=projection.hidden.to(dtype), weight=projection.weight.to(dtype))
 
 
-def source_in_half(source: Source, dtype: torch.dtype) -> Source:
-    return source.each(lambda part: in_half(part, dtype)) if isinstance(source, Mixture) else in_half(source, dtype)
-
-
-def token_ids(pack: Pack, projection: Projection, rows: np.ndarray | None = None) -> Tensor:
-    """Ids of the response tokens, or of some. Checks that they exist, because on a device a bad id ends the process."""
-    every, size = concatenated(pack.rollouts, "response_ids").astype(np.int64), projection.vocabulary
-    ids = every if rows is None else every[rows]
-    unknown = ids[(ids < 0) | (ids >= size)]
-    if unknown.size:
-        raise ValueError(f"tokens: id {unknown[0]} is outside the vocabulary of {size} ids")
-    return upload(ids, projection.hidden.device)
-
-
-def teacher_projections(
-    pack: Pack,
-    signals: Mapping[str, Signal],
-    teachers: Mapping[str, TeacherHead],
-    open_N: np.ndarray,
-    student: Projection,
-) -> Iterator[tuple[np.ndarray, Source]]:
-    """(rows, projection) per teacher, usually one because micro-batches are ordered by teacher.
-
-    The teacher's head has the student's precision. Leaves out rows without a signal.
-    """
-    device = student.hidden.device
-    waits = (
-        device.type == "cpu"
-    )  # a copy from a GPU must be awaited; a copy to a GPU is ordered before anything there reads it
-    known = [signals[rollout.id] for rollout in pack.rollouts]
-    owner = np.repeat([signal.teacher if signal.mask.any() else "" for signal in known], pack.response_lengths)
-    open_N = open_N & np.concatenate([signal.mask for signal in known])
-    for name in dict.fromkeys(signal.teacher for signal in known if signal.mask.any()):
-        rows = np.flatnonzero((owner == name) & open_N)
-        hidden = torch.cat(
-            [
-                signal.values.to(device, non_blocking=not waits)
-                for signal in known
-                if signal.teacher == name and signal.mask.any()
-            ]
-        )
-        chosen = open_N[owner == name]
-        if not chosen.all():
-            hidden = hidden[upload(np.flatnonzero(chosen), device)]
-        yield rows, source_in_half(teachers[name].project(hidden), student.hidden.dtype)
-
-
 def teacher_tops(pack: Pack, signals: Mapping[str, Signal], open_N: np.ndarray) -> tuple[np.ndarray, TopK]:
     """(rows, their likeliest ids) from any teacher. Leaves out rows without a signal."""
     known = [signals[rollout.id] for rollout in pack.rollouts]
     rows = np.flatnonzero(open_N & np.concatenate([signal.mask for signal in known]))
-    told = [signal for signal in known if signal.mask.any()]
+    scored = [signal for signal in known if signal.mask.any()]
     reached = np.concatenate([np.full(signal.mask.size, signal.mask.any()) for signal in known])
-    return rows, TopK.join([signal.values for signal in told]).rows((np.cumsum(reached) - 1)[rows])
+    return rows, TopK.join([signal.values for signal in scored]).rows((np.cumsum(reached) - 1)[rows])
 
 
 # --- Token-by-token traces of a few rollouts, for inspection (`log.samples`) ---
@@ -417,8 +418,8 @@ def _finish(
         if kind is not None:
             signal = micro.batch.signals[role, kind][rollout.id]
             trace["by"] = signal.teacher
-            trace |= dict(_said(kind, signal, rollout.response_ids))
-            trace["ratio"] = beside(trace["student"], signal) - trace["teacher"]
+            trace |= dict(_teacher_columns(kind, signal, rollout.response_ids))
+            trace["ratio"] = over_spans(trace["student"], signal) - trace["teacher"]
         trace["terms"] = {
             term.name: {
                 "weight": by_rollout[rollout.id],
@@ -439,7 +440,7 @@ def _known(values: np.ndarray) -> np.ndarray:
     return np.where(values < LOG_ZERO / 2, np.nan, values)
 
 
-def _said(kind: SignalKind, signal: Signal, ids: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
+def _teacher_columns(kind: SignalKind, signal: Signal, ids: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
     if kind == "logprobs_at":
         yield "teacher", np.where(signal.mask, np.asarray(signal.values, dtype=np.float64), np.nan)
     elif kind == "topk" and isinstance(signal.values, TopK) and signal.mask.any():

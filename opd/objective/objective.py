@@ -15,9 +15,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from opd.common.errors import UserError
 from opd.common.short_forms import SHORT_FORMS
-from opd.divergences import Projection, statistics, token_logprobs
-from opd.divergences.projection import MergeGroups, Source, log_probs, source_log_probs, upload
+from opd.divergences import Mixture, Projection, statistics
+from opd.divergences.compute import likeliest_events
+from opd.divergences.projection import (
+    MergeGroups,
+    Source,
+    canonical_ids,
+    log_probs,
+    merge_events,
+    source_log_probs,
+)
 from opd.objective.batch import Batch, ByRollout, Signals, require_per_token
 from opd.objective.gates import GateView
 from opd.objective.micro import (
@@ -25,15 +34,12 @@ from opd.objective.micro import (
     MicroBatch,
     TeacherHead,
     TokenStatistics,
-    apply_module,
     autocast_head,
-    teacher_projections,
-    token_ids,
     trace_tokens,
 )
-from opd.objective.term import AnyTerm, Term
-from opd.records import Author, Rollout, SignalKind, SignalNeed, TeacherLike
-from opd.registry import Needs, by_hand
+from opd.objective.term import AUTHOR, AnyTerm, Term
+from opd.records import Rollout, SignalKind, SignalNeed, TeacherLike
+from opd.registry import Needs, validate_settings
 
 if TYPE_CHECKING:
     from opd.models.language_model import LanguageModel, Pack
@@ -48,17 +54,14 @@ class PreparedBatch:
 
     batch: Batch
     terms: list[PreparedTerm] = field(default_factory=list)
+    metrics: dict[str, float] = field(default_factory=dict)  # of all terms
 
     def weights(self, rollouts: Sequence[Rollout]) -> TokenWeights:
-        """Token weights for the rollouts of one update."""
-        return [term.weights(rollouts) for term in self.terms]
-
-    @property
-    def metrics(self) -> dict[str, float]:
-        return {name: value for term in self.terms for name, value in term.metrics.items()}
+        """Weights of every token of an update's rollouts. They include all denominators of the loss."""
+        return [term.term.weights(term, rollouts) for term in self.terms]
 
 
-class Drawing(Protocol):
+class DrawSettings(Protocol):
     """The sampling settings that an objective needs: a recipe's `rollout`, or an `opd.Sampler`."""
 
     @property
@@ -74,7 +77,7 @@ class Drawing(Protocol):
 
 
 @dataclass(frozen=True)
-class PlainDrawing:
+class DefaultDrawSettings:
     max_new_tokens: int = 128
     temperature: float = 1.0
     top_p: float = 1.0
@@ -92,18 +95,21 @@ class Objective:
         self,
         terms: Term | Mapping[str, Any] | Sequence[Term | Mapping[str, Any]],
         teachers: TeacherLike | Mapping[str, TeacherLike] | None = None,
-        drawing: Drawing | None = None,
+        drawing: DrawSettings | None = None,
         stop_ids: tuple[int, ...] | None = None,
         seed: int = 0,
     ) -> None:
-        given: list[Term] = by_hand("objective", Annotated[list[AnyTerm], SHORT_FORMS["objective"]], terms)
+        given: list[Term] = validate_settings("objective", Annotated[list[AnyTerm], SHORT_FORMS["objective"]], terms)
         self.terms = [term.joined(given) for term in given]
         self.modules: Mapping[str, HeadModule] = {}  # trainable modules by name, set by the trainer
         teachers = teachers if teachers is not None else {}
         self.teachers = teachers if isinstance(teachers, Mapping) else {teachers.name: teachers}
-        self.drawing: Drawing = drawing or PlainDrawing()
+        self.drawing: DrawSettings = drawing or DefaultDrawSettings()
         self._stop_ids = stop_ids
         self._seed = seed
+        self._each = [term.needs() for term in self.terms]
+        # by updates and the numbers of the active terms
+        self._known: dict[tuple[int, ...], tuple[Needs, list[tuple[str, SignalKind]]]] = {}
         self.plateau: int | None = None  # the step after which evaluation stopped improving
 
     def __repr__(self) -> str:
@@ -120,26 +126,31 @@ class Objective:
 
         Hidden states come first, because log-probs follow from them. `updates`: optimiser steps per batch.
         """
-        return sorted(self._needs(step, updates).settled(self._with_hidden), key=lambda need: need[1] != "hidden")
+        return self._needs(step, updates)[1]
 
     def _with_hidden(self, role: str) -> bool:
         """Whether all teachers of a role provide hidden states. A role gives one kind of signal per batch."""
         return all("hidden" in teacher.offers for teacher in self.teachers.values() if teacher.role == role)
 
-    def need_beside(self, signals: Signals, role: str, kind: SignalKind) -> SignalNeed:
+    def need_given(self, signals: Signals, role: str, kind: SignalKind) -> SignalNeed:
         """The request to a role's teachers, given the signals already known: a teacher reads a rollout only once.
 
         For top-k signals, k is the largest that any term needs.
         """
         known = signals.get((role, "hidden")) if kind in ("logprobs_at", "topk") else None
-        wanted = [k for term in self.terms for asked, k in term.needs().topk if asked == role]
+        wanted = [k for needs in self._each for asked, k in needs.topk if asked == role]
         return SignalNeed(kind, k=max(wanted, default=None) if kind == "topk" else None, hidden=known)
 
-    def _needs(self, step: int, updates: int) -> Needs:
-        needs = Needs()
-        for _, term, _ in self.active(step):
-            needs |= term.needs(updates)
-        return needs
+    def _needs(self, step: int, updates: int) -> tuple[Needs, list[tuple[str, SignalKind]]]:
+        """What the active terms need, and the signals among it, hidden states first."""
+        key = updates, *(number for number, _, _ in self.active(step))
+        if key not in self._known:
+            needs = Needs()
+            for number in key[1:]:
+                needs |= self.terms[number].needs(updates)
+            signals = sorted(needs.settled(self._with_hidden), key=lambda need: need[1] != "hidden")
+            self._known[key] = needs, signals
+        return self._known[key]
 
     def prepare(
         self,
@@ -155,21 +166,25 @@ class Objective:
         `cut` splits the batch into micro-batches, for terms that need a first pass of the student. `complete` adds the
         first-pass results of the other ranks, if each rank takes part of the batch.
         """
-        asked = self._needs(step, updates).student
+        asked = self._needs(step, updates)[0].student
         if asked:
-            packs, merge = cut(batch.rollouts), self._merge(student)
+            packs, merge = cut(batch.rollouts), (student.stop_ids if self._stop_ids is None else self._stop_ids,)
             take_first_pass(student, packs, batch, asked, self.teachers, merge, self.drawing.temperature, self.modules)
             complete(batch)
         terms = [
             prepare_term(
-                term, f"{index}:{term.name}", coefficient, batch, self.drawing.max_new_tokens, self._seed, step
+                term,
+                f"{index}:{term.name}",
+                coefficient,
+                batch,
+                self.drawing.max_new_tokens,
+                self._seed,
+                step,
+                self._each[index],
             )
             for index, term, coefficient in self.active(step)
         ]
-        return PreparedBatch(batch, terms)
-
-    def _merge(self, student: LanguageModel) -> tuple[tuple[int, ...], ...]:
-        return (student.stop_ids if self._stop_ids is None else self._stop_ids,)
+        return PreparedBatch(batch, terms, {name: value for term in terms for name, value in term.metrics.items()})
 
     def __call__(
         self, student: LanguageModel, pack: Pack, prepared: PreparedBatch, weights: TokenWeights
@@ -180,7 +195,7 @@ class Objective:
             projection,
             prepared.batch,
             self.teachers,
-            self._merge(student),
+            (student.stop_ids if self._stop_ids is None else self._stop_ids,),
             self.drawing.temperature,
             self.drawing.teacher_mix,
             TokenStatistics.empty(projection.count),
@@ -191,9 +206,10 @@ class Objective:
             weight_N = np.concatenate([by_rollout[rollout.id] for rollout in pack.rollouts])
             if weight_N.any():  # skip a term that weighs no token here
                 loss = term.term.loss(term, micro, weight_N)
-                micro.note_loss(term.name, loss)
+                micro.statistics.losses[term.name] = loss.detach()
                 total = total + loss
-        trace_tokens(micro, prepared.terms, weights)
+        if prepared.batch.traced:
+            trace_tokens(micro, prepared.terms, weights)
         return total, micro.statistics
 
 
@@ -217,27 +233,35 @@ class PreparedTerm:
     metrics: dict[str, float]  # of the gates
     gates: dict[str, ByRollout] = field(default_factory=dict)  # factors of each gate, if rollouts are traced
     step: int = 1  # of the stage
+    seed: int = 0  # of keyed draws
     state: Any = None  # result of the term's own `prepare`
-
-    def weights(self, rollouts: Sequence[Rollout]) -> dict[str, np.ndarray]:
-        """Weights of every token of an update's rollouts. They include all denominators of the loss."""
-        return self.term.weights(self, rollouts)
 
 
 def prepare_term(
-    term: Term, name: str, coefficient: float, batch: Batch, max_new_tokens: int, seed: int, step: int = 1
+    term: Term,
+    name: str,
+    coefficient: float,
+    batch: Batch,
+    max_new_tokens: int,
+    seed: int,
+    step: int = 1,
+    needs: Needs | None = None,
 ) -> PreparedTerm:
-    rollouts, metrics = batch.rollouts, {}
-    authors = [int(Author[author.upper()]) for author in term.authors]
+    """`needs`: of the term, if the caller knows them."""
+    rollouts, metrics, needs = batch.rollouts, {}, needs or term.needs()
+    authors = [int(AUTHOR[author]) for author in term.authors]
     eligible = [np.isin(rollout.author, authors) for rollout in rollouts]
     left_out = term.leaves_out(batch)
-    if term.needs().rewards:  # a failed reward is not 0
+    if term.domains is not None:
+        left_out |= {rollout.id for rollout in rollouts if rollout.domain not in term.domains}
+        eligible = [mask & (item.id not in left_out) for mask, item in zip(eligible, rollouts, strict=True)]
+    if needs.rewards:  # a failed reward is not 0
         unrewarded = {rollout.id for rollout in rollouts if batch.rewards.get(rollout.id, 0.0) is None}
         metrics[f"unrewarded/{name}"] = len(unrewarded) / max(len(rollouts), 1)
         left_out |= unrewarded
-    asked = term.needs().possible
+    signals = [batch.signals[need] for need in needs.possible if need in batch.signals]
     masks = [
-        mask & (rollout.id not in left_out) & batch.seen(asked, rollout)
+        mask & (rollout.id not in left_out) & np.all([signal[rollout.id].mask for signal in signals], axis=0)
         for mask, rollout in zip(eligible, rollouts, strict=True)
     ]
     gates: dict[str, ByRollout] = {}
@@ -267,6 +291,7 @@ def prepare_term(
         metrics=metrics,
         gates=gates,
         step=step,
+        seed=seed,
     )
     prepared.state = term.prepare(prepared)
     return prepared
@@ -284,6 +309,9 @@ def _by_rollout(rollouts: Sequence[Rollout], values: Sequence[np.ndarray]) -> By
 # ("entropy",)             entropy of the student
 # ("comparison", role)     entropy of student and teacher, and their reverse KL
 # ("accepted", role, k)    whether the student's likeliest token is among the teacher's k likeliest
+# ("acceptance", role)     sum min(S, T): the rate at which the teacher accepts a draw of the student
+# ("candidates", k)        the student's k likeliest events
+# ("logits", role)         the teacher's logit of the sampled token, and its largest
 # ("module", name)         output of a trainable module
 
 
@@ -303,60 +331,62 @@ def take_first_pass(
     modules: Mapping[str, HeadModule] | None = None,
 ) -> None:
     """Fill `batch.first_pass` for every rollout of the packs."""
-    result = batch.first_pass
+    result, modules = batch.first_pass, modules or {}
     for earlier in (result.entropy, result.modules):  # results of an earlier step on the same batch
         earlier.clear()
     compared = {str(need[1]) for need in needs if need[0] == "comparison"}
-    ranked = {str(need[1]) for need in needs if need[0] == "accepted"}
+    ranked = {str(need[1]) for need in needs if need[0] in ("accepted", "acceptance")}
 
     def look(pack: Pack) -> None:
         projection = autocast_head(student.predict(pack))
+        nothing, rows = TokenStatistics(), np.arange(projection.count)
+        micro = MicroBatch(pack, projection, batch, teachers, merge, temperature, 0.0, nothing, modules)
         if ("proximal",) in needs:
-            ids = token_ids(pack, projection)
-            untempered = token_logprobs(projection, ids, merge=merge, trusted=True)
+            untempered = micro.policy(rows)
             _spread(result.logprob, pack, untempered)
-            tempered = untempered
-            if temperature != 1.0:
-                tempered = token_logprobs(projection, ids, temperature=temperature, trusted=True)
-            _spread(result.proximal, pack, tempered)
+            _spread(result.proximal, pack, untempered if temperature == 1.0 else micro.current(rows))
         if ("entropy",) in needs:  # of all tokens, including those that no teacher saw
             _spread(result.entropy, pack, statistics(projection, merge=merge).entropy)
+        for k in sorted(int(need[1]) for need in needs if need[0] == "candidates"):
+            ids, logprobs = likeliest_events(projection, k, merge)
+            _spread(result.likeliest_ids.setdefault(k, {}), pack, ids)
+            _spread(result.likeliest.setdefault(k, {}), pack, logprobs)
+        for role in sorted(str(need[1]) for need in needs if need[0] == "logits"):
+            _spread(result.teacher_logits.setdefault(role, {}), pack, _teacher_logits(micro, role))
         for name in sorted(str(need[1]) for need in needs if need[0] == "module"):
-            found = apply_module((modules or {})[name], projection.hidden)
-            _spread(result.modules.setdefault(name, {}), pack, found)
+            _spread(result.modules.setdefault(name, {}), pack, micro.module(name, rows))
         for role in sorted(compared | ranked):
-            _compare(projection, pack, batch, role, needs, teachers, merge)
+            _compare(micro, role, needs)
 
     for pack in student.passes(packs):
         student.inside(partial(look, pack))
 
 
-def _compare(
-    projection: Projection,
-    pack: Pack,
-    batch: Batch,
-    role: str,
-    needs: StudentNeeds,
-    teachers: Mapping[str, TeacherHead],
-    merge: MergeGroups,
-) -> None:
-    result, count, device = batch.first_pass, projection.count, projection.hidden.device
+def _compare(micro: MicroBatch, role: str, needs: StudentNeeds) -> None:
+    result, pack, count = micro.batch.first_pass, micro.pack, micro.projection.count
     names = ("entropy", "reverse_kl", "teacher_entropy")
+    rates = torch.full((count,), float("nan")) if ("acceptance", role) in needs else None
     columns = {name: torch.full((count,), float("nan")) for name in names}
     ranks = {int(need[2]): torch.zeros(count) for need in needs if need[:2] == ("accepted", role)}
     everything = np.ones(count, dtype=bool)
-    for rows, teacher in teacher_projections(pack, batch.signals[role, "hidden"], teachers, everything, projection):
-        student = projection.rows(upload(rows, device))
+    for rows, teacher in micro.teacher_projections(role, everything):
+        student = micro.projection.rows(micro.tensor(rows))
         if ("comparison", role) in needs:
-            values = statistics(student, teacher, merge=merge)
+            values = statistics(student, teacher, merge=micro.merge)
             for name in names:
                 columns[name][rows] = getattr(values, name).cpu().float()
+        if rates is not None:
+            distance = statistics(student, teacher, kind="tvd", merge=micro.merge).value
+            assert distance is not None
+            rates[rows] = 1 - distance.cpu().float()
         for k, accepted in ranks.items():
-            accepted[rows] = proposal_accepted(student, teacher, k, merge).cpu().float()
+            accepted[rows] = proposal_accepted(student, teacher, k, micro.merge).cpu().float()
     if ("comparison", role) in needs:
         _fill(result.entropy, pack, columns["entropy"])
         _spread(result.reverse_kl.setdefault(role, {}), pack, columns["reverse_kl"])
         _spread(result.teacher_entropy.setdefault(role, {}), pack, columns["teacher_entropy"])
+    if rates is not None:
+        _spread(result.acceptance.setdefault(role, {}), pack, rates)
     for k, accepted in ranks.items():
         _spread(result.accepted.setdefault((role, k), {}), pack, accepted)
 
@@ -371,6 +401,25 @@ def proposal_accepted(student: Projection, teacher: Source, k: int, merge: Merge
         scored = source_log_probs(teacher.rows(rows), size, merge)
         parts.append((scored > scored.gather(-1, proposal)).sum(-1) < k)
     return torch.cat(parts) if parts else torch.zeros(0, dtype=torch.bool)
+
+
+def _teacher_logits(micro: MicroBatch, role: str) -> Tensor:
+    """(N, 2) the teacher's logits of the sampled event and of its likeliest one; NaN where it did not read."""
+    found = torch.full((micro.projection.count, 2), float("nan"))
+    everything = np.ones(micro.projection.count, dtype=bool)
+    for rows, teacher in micro.teacher_projections(role, everything):
+        if isinstance(teacher, Mixture):
+            raise UserError(
+                "advantage ketchup: a mixture of teachers has no logits of its own. Give the role one model."
+            )
+        size = min(micro.projection.vocabulary, teacher.vocabulary)
+        tokens = canonical_ids(micro.tokens(rows), micro.merge)[:, None]
+        for first in range(0, rows.size, CHUNK):
+            part = slice(first, first + CHUNK)
+            logits = merge_events(teacher.rows(part).logits(size), micro.merge)
+            both = torch.cat([logits.gather(-1, tokens[part].clamp(max=size - 1)), logits.amax(-1, keepdim=True)], -1)
+            found[rows[part]] = both.cpu().float()
+    return found
 
 
 def _fill(into: ByRollout, pack: Pack, values_N: Tensor) -> None:

@@ -92,7 +92,7 @@ class Target(StopRule):
     def in_words(self) -> str:
         return f"a score of {self.value:g}" if self.value is not None else f"{self.of_teacher or 1:g} of the teachers"
 
-    def refuse(self, view: StageView) -> Iterable[str]:
+    def check(self, view: StageView) -> Iterable[str]:
         if self.value is None and not (view.teachers_evaluated and "teacher" in view.roles):
             yield (
                 "eval.early_stop target compares with the teachers, and none is evaluated. Set eval.teachers: true, or "

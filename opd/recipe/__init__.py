@@ -6,20 +6,23 @@ A recipe is YAML. An unknown key is an error that names the most similar known k
 from opd.objective.term import Term
 from opd.recipe.plain_data import parse_yaml
 from opd.recipe.read import (
+    FAMILIES,
     STAGE_PREFIX,
     as_begun_in,
     find_recipe,
     load_begun,
     load_recipe,
+    recipe_facts,
+    recipe_schema,
     recipe_text,
     resolve,
     shipped_recipes,
     validate,
 )
-from opd.recipe.schema import recipe_schema
 from opd.recipe.stage import Checkpoint, Data, Eval, Hub, Log, Lora, Recipe, Rollouts, Stage, Store, Student, Train
 
 __all__ = [
+    "FAMILIES",
     "STAGE_PREFIX",
     "Checkpoint",
     "Data",
@@ -39,6 +42,7 @@ __all__ = [
     "load_begun",
     "load_recipe",
     "parse_yaml",
+    "recipe_facts",
     "recipe_schema",
     "recipe_text",
     "resolve",

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 from opd.common.errors import RecipeError
 from opd.data.prompts import DOMAIN
-from opd.objective.term import module_mistakes, present_authors, refusals
+from opd.objective.term import module_mistakes, objective_mistakes, present_authors
 from opd.recipe.graph import STAGE_PREFIX
 from opd.recipe.stage import Recipe, Stage
 from opd.registry import StageView, changed
@@ -17,9 +17,9 @@ from opd.registry import StageView, changed
 METRIC = "pass@1"
 
 
-def refuse_recipe(recipe: Recipe) -> None:
+def require_valid_recipe(recipe: Recipe) -> None:
     """Check what stages say about each other."""
-    _refuse_retained(recipe)
+    _require_same_retain(recipe)
     named = {stage.name: stage for stage in recipe.stages}
     for stage in recipe.stages:
         if stage.select is not None and not named[stage.select.stage].eval.prompts:
@@ -35,7 +35,7 @@ def refuse_recipe(recipe: Recipe) -> None:
             )
 
 
-def _refuse_retained(recipe: Recipe) -> None:
+def _require_same_retain(recipe: Recipe) -> None:
     """All stages share one rollout log, whose oldest segments are deleted first."""
     keeping = [stage.name for stage in recipe.stages if stage.store.retain is None]
     if len(keeping) == len(recipe.stages):
@@ -56,7 +56,7 @@ def _refuse_retained(recipe: Recipe) -> None:
                 )
 
 
-def refuse_stage(stage: Stage, where: str = "") -> None:
+def require_valid_stage(stage: Stage, where: str = "") -> None:
     """Raise all mistakes of a stage in one message."""
     found = [where + mistake for check in CHECKS for mistake in check(stage)]
     if found:
@@ -72,7 +72,7 @@ def _rollouts(stage: Stage) -> Iterator[str]:
         )
     if rollout.temperature == 0 and (rollout.top_p < 1 or rollout.top_k):
         yield "rollout.temperature 0 takes the likeliest token, so top_p and top_k do nothing. Drop them, or sample."
-    if rollout.temperature == 0 and rollout.samples > 1 and shares["student"] == 1:
+    if rollout.temperature == 0 and rollout.by_sample.count(None) > 1 and shares["student"] == 1:
         yield f"rollout.temperature 0 gives {rollout.samples} equal samples of every prompt. Set samples: 1, or sample."
     if rollout.rescue is not None:
         yield from (f"rollout.rescue: {mistake}" for mistake in rollout.rescue.mistakes(rollout.samples))
@@ -98,7 +98,9 @@ def _staleness(stage: Stage) -> Iterator[str]:
     key = f"rollout.staleness {rollout.staleness}"
     if not present_authors(rollout)["student"]:
         yield f"{key} lets sampling run ahead of training, but the student writes nothing. Set it to 0."
-    of_teachers = [name for name in ("teacher_share", "teacher_mix") if getattr(rollout, name)]
+    of_teachers = [
+        name for name in ("teacher_share", "teacher_mix") if getattr(rollout, name, 0) or name in rollout.ever_positive
+    ]
     of_teachers += [f"writers.{number}" for number, writer in enumerate(rollout.writers) if writer.samples_teacher]
     of_teachers = [f"rollout.{name}" for name in of_teachers]
     of_teachers += [f"monitors.watch {monitor.name}" for monitor in stage.monitors.watch if monitor.samples_teacher]
@@ -106,7 +108,7 @@ def _staleness(stage: Stage) -> Iterator[str]:
         yield f"{key} with {name}: a teacher would have to sample and score at once. Set one of them to 0."
     for name in ("rescue", "experience", "demonstrations"):
         if getattr(rollout, name) is not None:
-            yield f"{key} with rollout.{name}, which follows from a batch's rewards and the weights of its step. Drop one of them."
+            yield f"{key} with rollout.{name}, which depends on a batch's rewards and the weights of its step. Drop one of them."
     if rollout.contrast:
         yield (
             f"{key} with rollout.contrast {rollout.contrast}: how many prompts a step takes would be known only once they are rewarded. "
@@ -122,12 +124,25 @@ def _staleness(stage: Stage) -> Iterator[str]:
 
 
 def _environment(stage: Stage) -> Iterator[str]:
-    environment, rollout = stage.rollout.environment, stage.rollout
-    if environment is None:
+    rollout = stage.rollout
+    if not stage.environments:
         return
-    yield from (f"rollout.environment: {mistake}" for mistake in environment.refuse(StageView.of(stage)))
+    places = {f"prompts.{number}.environment": source.environment for number, source in enumerate(stage.prompts)}
+    for key, environment in {"rollout.environment": rollout.environment, **places}.items():
+        if environment is None:
+            continue
+        yield from (f"{key}: {mistake}" for mistake in environment.check(StageView.of(stage)))
+        if environment.turn_tokens is not None and environment.turn_tokens > rollout.max_new_tokens:
+            yield (
+                f"{key}.turn_tokens {environment.turn_tokens} is above rollout.max_new_tokens {rollout.max_new_tokens}, "
+                "which counts all turns. Lower it."
+            )
+        if environment.history == "split":
+            yield from (f"{key}.history split {mistake}" for mistake in _split_turns(stage))
     if not stage.sampler.takes_turns:
         yield f"rollout.environment with sampler {stage.sampler.name}: turns are played with the built-in sampler. Use that one."
+    if rollout.staleness:
+        yield f"rollout.environment with rollout.staleness {rollout.staleness}: turns cannot be sampled ahead of training. Set it to 0."
     if stage.checkpoint.resume == "exact":
         yield "rollout.environment with checkpoint.resume exact: an interrupted episode continues after its last token. Use prefill."
     others = [key for key in ("rescue", "demonstrations", "experience", "teacher_mix") if getattr(rollout, key)]
@@ -135,19 +150,43 @@ def _environment(stage: Stage) -> Iterator[str]:
         yield f"rollout.environment with rollout.{others[0]}, which answers a prompt in one turn. Drop one."
     if any(prompt.source.startswith(("run:", "stage:")) for prompt in stage.prompts):
         yield "rollout.environment with prompts that bring their answers: nothing is played. Drop it."
-    if environment.turn_tokens is not None and environment.turn_tokens > rollout.max_new_tokens:
-        yield (
-            f"rollout.environment.turn_tokens {environment.turn_tokens} is above rollout.max_new_tokens {rollout.max_new_tokens}, "
-            "which counts all turns. Lower it."
-        )
+
+
+def _split_turns(stage: Stage) -> Iterator[str]:
+    """What needs whole rollouts, or the text that the prompt was rendered to."""
+    viewed = [name for name, teacher in stage.teachers.items() if not teacher.view.as_sampled]
+    if viewed:
+        yield f"with the view of teachers.{viewed[0]}, which is shown for a prompt's first turn only. Set history to keep."
+    if not stage.train.learn:
+        yield "with train.learn false: scores are kept for whole rollouts. Set history to keep."
+
+
+def _plain_text(stage: Stage) -> Iterator[str]:
+    """Sources of plain text, whose every token is data."""
+    for number, source in enumerate(stage.prompts):
+        if not source.gives_plain_text:
+            continue
+        if not any("data" in term.authors for term in stage.objective):
+            yield (
+                f"prompts.{number}.plain_text, but no term of the objective trains on data tokens. Add one, such as "
+                "{form: cross_entropy, domains: [DOMAIN]}."
+            )
+        if stage.rollout.environment is not None:
+            yield f"prompts.{number}.plain_text with rollout.environment: nobody answers plain text. Drop one of them."
 
 
 def _authors(stage: Stage) -> Iterator[str]:
     """Tokens that no term trains on."""
     trained = {author for term in stage.objective for author in term.authors}
+    if any(kind.reads_others for kind in stage.modules.values()):
+        return  # answers by others train a module
     for key, writer in stage.rollout.writers_by_key.items():
-        part = f"{writer.share:g}" if writer.share else f"{writer.name} with samples {writer.samples}"
-        if (writer.share or writer.samples) and writer.author not in trained and writer.author != "student":
+        part = f"{writer.share:g}" if not writer.samples else f"{writer.name} with samples {writer.samples}"
+        if (
+            (key in stage.rollout.ever_positive or writer.samples)
+            and writer.author not in trained
+            and writer.author != "student"
+        ):
             yield (
                 f"rollout.{key} {part}, but no term of the objective trains on {writer.author} tokens. "
                 "Add a term with it in `on:`, or drop the share."
@@ -164,7 +203,7 @@ def _demonstrations(stage: Stage) -> Iterator[str]:
             "on: [teacher]}: terms with ratios do not work, because the log-probs of the author are not known."
         )
     if spec.by is not None:
-        yield from (f"rollout.demonstrations.by: {mistake}" for mistake in spec.by.refuse(StageView.of(stage)))
+        yield from (f"rollout.demonstrations.by: {mistake}" for mistake in spec.by.check(StageView.of(stage)))
     if stage.rollout.rescue is not None:
         yield "rollout.demonstrations and rollout.rescue both replace answers that failed. Drop one."
     if stage.rollout.contrast:
@@ -174,31 +213,65 @@ def _demonstrations(stage: Stage) -> Iterator[str]:
 def _coefficients(stage: Stage) -> Iterator[str]:
     steps = range(1, min(stage.train.steps, 10_000) + 1)
     waits = any("plateau" in (term.coefficient.until, term.coefficient.after) for term in stage.objective)
-    if not waits and not any(term.coefficient.at(step, None) for term in stage.objective for step in steps):
+    if (
+        stage.objective
+        and not waits
+        and not any(term.coefficient.at(step, None) for term in stage.objective for step in steps)
+    ):
         yield f"objective: every coefficient is 0 in all {stage.train.steps} steps, so nothing is trained."
 
 
 def _objective(stage: Stage) -> Iterator[str]:
     """The checks of the terms and their parts."""
-    yield from refusals(StageView.of(stage))
+    if (
+        not stage.objective
+        and stage.train.learn
+        and not any(kind.own and kind.learns for kind in stage.modules.values())
+    ):
+        yield "objective: it has no term, and no module learns by itself. Add a term, such as objective: {form: direct}."
+    yield from objective_mistakes(StageView.of(stage))
     yield from module_mistakes(stage.objective, stage.modules)
+    for name, kind in stage.modules.items():
+        yield from (f"modules.{name}: {mistake}" for mistake in kind.check(StageView.of(stage)))
+    yield from _hidden_spaces(stage)
+
+
+def _hidden_spaces(stage: Stage) -> Iterator[str]:
+    """Terms on hidden states read those of one model."""
+    roles = {f"objective: {term.name}": term.role for term in stage.objective if term.one_model}
+    roles |= {f"modules.{name}": kind.maps_to for name, kind in stage.modules.items() if kind.maps_to}
+    for place, role in roles.items():
+        found = {name: kind for name, kind in stage.teachers.items() if kind.role == role}
+        if len(found) != 1 and place.startswith("modules"):
+            yield (
+                f"{place}: projectors map to the hidden space of one teacher, and the role {role!r} has {', '.join(found) or 'none'}. "
+                "Give each teacher a role of its own, with a module and a dskd term for each."
+            )
+        for name in (name for name, kind in found.items() if kind.blends):
+            yield f"{place}: teachers.{name} is a mixture, which has no hidden states of its own. Name a single model."
 
 
 def _choices(stage: Stage) -> Iterator[str]:
     view = StageView.of(stage)
-    yield from stage.sampler.refuse(view)
-    yield from stage.shares.refuse(view)
+    yield from stage.sampler.check(view)
+    yield from stage.shares.check(view)
+    if stage.curriculum is not None:
+        yield from (f"curriculum: {mistake}" for mistake in stage.curriculum.check(view))
     for monitor in stage.monitors.watch:
-        yield from (f"monitors.watch: {mistake}" for mistake in monitor.refuse(view))
+        yield from (f"monitors.watch: {mistake}" for mistake in monitor.check(view))
     for key, writer in stage.rollout.writers_by_key.items():
-        yield from (f"rollout.{key}: {mistake}" for mistake in writer.refuse(view))
+        yield from (f"rollout.{key}: {mistake}" for mistake in writer.check(view))
+    for name in ("share_schedule", "length_schedule"):
+        schedule = getattr(stage.rollout, name)
+        if schedule is not None:
+            yield from (f"rollout.{name}: {mistake}" for mistake in schedule.check(view))
     for number, source in enumerate(stage.prompts):
-        yield from (f"prompts.{number}: {mistake}" for mistake in source.refuse(view))
+        yield from (f"prompts.{number}: {mistake}" for mistake in source.check(view))
     for number, source in enumerate(stage.eval.further):
-        yield from (f"eval.further.{number}: {mistake}" for mistake in source.refuse(view))
+        yield from (f"eval.further.{number}: {mistake}" for mistake in source.check(view))
     for domain, rewards in stage.rewards.domains.items():
         for number, reward in enumerate(rewards):
-            yield from (f"rewards.{domain}.{number}: {mistake}" for mistake in reward.refuse(view))
+            yield from (f"rewards.{domain}.{number}: {mistake}" for mistake in reward.check(view))
 
 
 def _teachers(stage: Stage) -> Iterator[str]:
@@ -216,7 +289,7 @@ def _teachers(stage: Stage) -> Iterator[str]:
                 "Drop it."
             )
         for choice in (kind, kind.view):
-            yield from (f"teachers.{name}: {mistake}" for mistake in choice.refuse(StageView.of(stage)))
+            yield from (f"teachers.{name}: {mistake}" for mistake in choice.check(StageView.of(stage)))
     if stage.route != DOMAIN and not stage.teachers:
         yield f"route {stage.route!r} says which teacher scores a prompt, but there is none. Drop it."
     asking = [name for name, kind in stage.teachers.items() if kind.role == "teacher"]
@@ -252,8 +325,8 @@ def _offers(stage: Stage) -> Iterator[str]:
     if stage.eval.prompts and stage.eval.weight_average:
         drawn.append("eval.weight_average")
     drawn += [f"monitors.watch {monitor.name}" for monitor in stage.monitors.watch if monitor.samples_teacher]
-    yield from stage.pool.refuse(stage.teachers, drawn)
-    yield from stage.cluster.refuse(stage.teachers, stage.pool, drawn, stage.eval.prompts > 0 and stage.eval.teachers)
+    yield from stage.pool.check(stage.teachers, drawn)
+    yield from stage.cluster.check(stage.teachers, stage.pool, drawn, stage.eval.prompts > 0 and stage.eval.teachers)
     for key in drawn:
         for name, kind in stage.teachers.items():
             if kind.role == "teacher" and not kind.has_model:
@@ -262,7 +335,7 @@ def _offers(stage: Stage) -> Iterator[str]:
                 )
 
 
-def _crossing(stage: Stage) -> Iterator[str]:
+def _other_tokenizers(stage: Stage) -> Iterator[str]:
     """Settings that do not work with a teacher that has another tokenizer."""
     for name, kind in stage.teachers.items():
         if not kind.view.crosses:
@@ -283,7 +356,7 @@ def _crossing(stage: Stage) -> Iterator[str]:
             if not asked <= term.crosses or asked != formed or (asked and not plain) or by_gate:
                 yield (
                     f"{place}: teachers.{name} has another tokenizer (view bytes), and {term.name} with these settings compares "
-                    "ids one by one. Use policy_gradient with reverse_kl and no gates on the teacher, uld, or gold."
+                    "ids one by one. Use policy_gradient with reverse_kl and no gates on the teacher, uld, gold, or dskd."
                 )
         drawn = [f"rollout.{key}" for key, writer in stage.rollout.writers_by_key.items() if writer.samples_teacher]
         drawn += [f"monitors.watch {monitor.name}" for monitor in stage.monitors.watch if monitor.samples_teacher]
@@ -300,7 +373,9 @@ def _evaluation(stage: Stage) -> Iterator[str]:
     if spec.early_stop is not None and not periodic:
         yield "eval.early_stop needs periodic evaluations: set eval.every and eval.prompts, or drop it."
     elif spec.early_stop is not None:
-        yield from spec.early_stop.refuse(StageView.of(stage))
+        yield from spec.early_stop.check(StageView.of(stage))
+    if spec.loss and not spec.prompts:
+        yield "eval.loss is measured on held-out prompts, but eval.prompts is 0. Set it, or drop the loss."
     if spec.further and not spec.prompts:
         yield "eval.further says what else is evaluated, but eval.prompts is 0. Set it, or drop `further`."
     if "metric" in given and not spec.prompts:
@@ -337,20 +412,21 @@ def _files(stage: Stage) -> Iterator[str]:
     for number, tracker in enumerate(stage.log.to):
         if tracker in stage.log.to[:number]:
             yield f"log.to: {tracker.name} is listed twice with the same settings. Drop one."
-        yield from tracker.refuse(StageView.of(stage))
+        yield from tracker.check(StageView.of(stage))
 
 
 CHECKS = (
     _rollouts,
     _staleness,
     _authors,
+    _plain_text,
     _environment,
     _demonstrations,
     _coefficients,
     _objective,
     _choices,
     _teachers,
-    _crossing,
+    _other_tokenizers,
     _evaluation,
     _selected,
     _files,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from opd.common.errors import RecipeError
@@ -37,6 +37,11 @@ def _every(stage: Stage) -> Iterator[Edge]:
         yield Edge(_name(source.source), f"prompts.{number}.source", "rollouts", True)
     for number, source in enumerate(stage.eval.further):
         yield Edge(_name(source.source), f"eval.further.{number}.source", "questions", True)
+    for name, module in stage.modules.items():
+        for model, _ in module.reads("", None):
+            yield Edge(_name(model), f"modules.{name}.model", f"starts {name}")
+        if module.source is not None:
+            yield Edge(module.source[0], f"modules.{name}.weights", f"starts {name}")
     if stage.select is not None:
         yield Edge(stage.select.stage, "select.stage", "selects prompts")
 
@@ -62,6 +67,7 @@ def in_order(stages: Sequence[Stage]) -> list[Stage]:
                     f"stages.{stage.name}.{edge.key}: no other stage is called {edge.stage!r}; "
                     f"{nearest(edge.stage, others) if others else 'there are none'}"
                 )
+        _require_modules(stage, {other.name: other for other in stages})
     needs = {stage.name: {edge.stage for edge in edges(stage)} for stage in stages}
     found: list[Stage] = []
     left = list(stages)
@@ -70,7 +76,7 @@ def in_order(stages: Sequence[Stage]) -> list[Stage]:
         ready = next((stage for stage in left if needs[stage.name] <= done), None)
         if ready is None:
             raise RecipeError(
-                f"stages: {' -> '.join(_circle(needs, left[0].name, done))}: each needs the next, so none can begin. "
+                f"stages: {' -> '.join(_cycle(needs, left[0].name, done))}: each needs the next, so none can begin. "
                 "Let one of them start from something else (a stage without a student of its own continues the one before it)."
             )
         found.append(ready)
@@ -78,7 +84,26 @@ def in_order(stages: Sequence[Stage]) -> list[Stage]:
     return found
 
 
-def _circle(needs: dict[str, set[str]], name: str, done: set[str]) -> list[str]:
+def _require_modules(stage: Stage, stages: Mapping[str, Stage]) -> None:
+    """Reject weights of a module that an earlier stage does not have, or that is of another kind there."""
+    for name, module in stage.modules.items():
+        if module.source is None:
+            continue
+        source, wanted = module.source
+        known = stages[source].modules
+        where = f"stages.{stage.name}.modules.{name}.weights {module.weights}"
+        if wanted not in known:
+            raise RecipeError(
+                f"{where}: stage {source!r} has no module {wanted!r}; "
+                f"{nearest(wanted, list(known)) if known else 'it has none'}."
+            )
+        if known[wanted].name != module.name:
+            raise RecipeError(
+                f"{where}: it is of kind {known[wanted].name} there, and of kind {module.name} here. Use the same kind."
+            )
+
+
+def _cycle(needs: dict[str, set[str]], name: str, done: set[str]) -> list[str]:
     """A cycle of stages that wait for each other."""
     path = [name]
     while path.count(path[-1]) == 1:
@@ -98,7 +123,7 @@ class ChosenStages:
     until: str | None = None
 
     @property
-    def anew(self) -> bool:
+    def runs_named(self) -> bool:
         """Whether the user named stages that must run rather than be reused."""
         return self.only is not None or self.start is not None
 
@@ -168,7 +193,7 @@ def mermaid(recipe: Recipe) -> str:
 
 
 def _title(stage: Stage) -> str:
-    forms = ", ".join(dict.fromkeys(term.name for term in stage.objective))
+    forms = ", ".join(dict.fromkeys(term.name for term in stage.objective) or stage.modules)
     ends = [f"{stage.train.steps} steps"]
     ends += [] if stage.train.tokens is None else [f"{stage.train.tokens} tokens"]
     ends += [] if stage.eval.early_stop is None else [stage.eval.early_stop.in_words()]

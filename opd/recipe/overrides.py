@@ -1,4 +1,4 @@
-"""`key.path=value` on the command line, and how a stage's keys are laid over the defaults."""
+"""`key.path=value` on the command line, and how a stage's keys are merged into the defaults."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import yaml
 
 from opd.common.errors import RecipeError
 from opd.common.short_forms import ByDomain, OneOrMany
-from opd.recipe.paths import anchored
+from opd.recipe.paths import with_absolute_paths
 from opd.recipe.places import Place, as_mapping, below, family_at, fields, flat_of, forms
 from opd.recipe.plain_data import DEEPEST, explain, parse_value, plain_data, shown
 from opd.recipe.stage import Recipe, Stage
@@ -21,12 +21,12 @@ RECIPE: Place = (Recipe, Stage)
 
 
 def inherited_settings(place: Place, old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
-    """The old settings that stay under new ones: all, unless the new ones name another choice. Then only keys that all choices of the
-    family have stay, and if no choice was named before, also keys that the new choice has. A single reward and rewards by domain
+    """The old settings that remain when new ones are merged in: all, unless the new ones name another choice. Then only keys that all choices
+    of the family share remain, and, if no choice was named before, keys that the new choice has. A single reward and rewards by domain
     replace each other.
     """
     family = family_at(place)
-    if family is not None and _other_way(place, old, new, family):
+    if family is not None and _different_form(place, old, new, family):
         return {key: value for key, value in old.items() if key in ByDomain.reserved}
     stays = dict(old)
     if family is None:
@@ -53,7 +53,7 @@ def inherited_settings(place: Place, old: Mapping[str, Any], new: Mapping[str, A
     return stays
 
 
-def _other_way(place: Place, old: Mapping[str, Any], new: Mapping[str, Any], family: Family) -> bool:
+def _different_form(place: Place, old: Mapping[str, Any], new: Mapping[str, Any], family: Family) -> bool:
     """Whether one of the two is a single reward and the other has rewards by domain."""
     if not any(isinstance(form, ByDomain) for form in forms(place)):
         return False
@@ -107,7 +107,7 @@ def apply_override(
         value = plain_data(parse_value(text), path)
     except yaml.YAMLError as error:
         raise RecipeError(f"override {shown_override}: not a YAML value: {explain(error)}.") from None
-    value = anchored(value, base or Path.cwd(), STAGE, tuple(parts))
+    value = with_absolute_paths(value, base or Path.cwd(), STAGE, tuple(parts))
     *parents, last = parts
     node: Any = raw
     place = RECIPE
@@ -131,7 +131,7 @@ def apply_override(
 
 
 def _enter(node: Any, part: str, then: str, place: Place, override: str) -> Any:
-    """The mapping or list at `part`, made where there is none, so that `then` can be set there. A short form becomes the long one."""
+    """The mapping or list at `part`, created if missing, so that `then` can be set there. A short form becomes the long one."""
     key: Any
     if isinstance(node, list):
         key = _index(node, part, override)
@@ -164,8 +164,8 @@ def _index(node: list[Any], part: str, override: str) -> int:
 
 
 def merge(base: Mapping[str, Any], override: Mapping[str, Any], place: Place = STAGE) -> dict[str, Any]:
-    """Deep merge of mappings, short forms of them included. Everything else replaces what was there: lists, and a short form that
-    is laid over a mapping, unless its other keys stay. Of another choice, whose keys mean other things, what all choices have stays.
+    """Deep merge of mappings, including their short forms. Anything else replaces the old value: lists, and a short form over a mapping
+    unless it keeps the other keys. If the new mapping names another choice, only keys that all choices share are kept.
 
     >>> merge({"train": {"steps": 9, "lr": 1}}, {"train": {"steps": 5}})
     {'train': {'steps': 5, 'lr': 1}}

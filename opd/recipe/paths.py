@@ -35,37 +35,46 @@ PROMPT_FILES = (
     ".csv.gz",
     ".tsv.gz",
 )
-BUILT_IN = ("tiny/", "smol/", "stage:", "merge:", "task:", "reasoning_gym:")
+BUILT_IN = ("tiny/", "smol/", "stage:", "merge:", "task:", "reasoning_gym:", "episodes:")
 RUN = "run:"
 Names = tuple[str, ...]  # keys and numbers of list entries, from the top of a recipe
 
 
-def anchored(value: Any, base: Path, stage: Place, names: Names = ()) -> Any:
-    """`value`, which stands at `names` of a recipe, with its paths absolute. Values of the wrong type are left to validation.
+def with_absolute_paths(value: Any, base: Path, stage: Place, names: Names = ()) -> Any:
+    """`value`, found at `names` in a recipe, with its paths absolute. Values of the wrong type are left to validation.
 
-    `stage`: what may stand in a stage.
+    `stage`: what a stage accepts.
     """
     if names[:1] == ("stages",):
         if len(names) < 2:
             return _each(value, base, stage, names)
-        return anchored(value, base, stage, names[2:])
+        return with_absolute_paths(value, base, stage, names[2:])
     if isinstance(value, str):
         return _text(value, base, _long(value, stage, names))
-    if not names or names[0] in ("student", "teachers", "prompts", "eval", "rewards", "stages", "plugins"):
+    if not names or names[0] in (
+        "student",
+        "teachers",
+        "prompts",
+        "modules",
+        "eval",
+        "rewards",
+        "stages",
+        "plugins",
+    ):
         return _each(value, base, stage, names)
     return value
 
 
 def _each(value: Any, base: Path, stage: Place, names: Names) -> Any:
     if isinstance(value, Mapping):
-        return {key: anchored(item, base, stage, (*names, str(key))) for key, item in value.items()}
+        return {key: with_absolute_paths(item, base, stage, (*names, str(key))) for key, item in value.items()}
     if isinstance(value, list):
-        return [anchored(item, base, stage, (*names, str(index))) for index, item in enumerate(value)]
+        return [with_absolute_paths(item, base, stage, (*names, str(index))) for index, item in enumerate(value)]
     return value
 
 
 def _long(value: str, stage: Place, names: Names) -> Names:
-    """Where a text stands in the long form."""
+    """The place of a text in the long form."""
     place = stage
     for name in names:
         place = place if name.isdigit() and not below(place, name) else below(place, name)
@@ -84,6 +93,7 @@ def _text(value: str, base: Path, names: Names) -> str:
             | ("teachers", _, "toward" | "away", "model")
             | ("teachers", _, "parts", _, "model")
             | ("teachers", _, "weights" | "tokenizer")
+            | ("modules", _, "model" | "weights")
         ):
             return _model(value, base)
         case ("teachers", _, "run"):
@@ -106,7 +116,7 @@ def _model(value: str, base: Path) -> str:
 
 
 def _is_source(names: Names) -> bool:
-    """Of `prompts`: one alone, or one of a list."""
+    """Whether this is an entry of `prompts`, alone or in a list."""
     return (names[1:] if names[0].isdigit() else names) in (("source",), ("eval_source",))
 
 
@@ -147,8 +157,8 @@ def _function(value: str, base: Path) -> str:
         return value
     if module.endswith(".py"):
         return f"{os.path.abspath(base / os.path.expanduser(module))}:{function}"
-    beside = base / f"{module}.py"
-    return f"{os.path.abspath(beside)}:{function}" if is_file(beside) else value
+    module_file = base / f"{module}.py"
+    return f"{os.path.abspath(module_file)}:{function}" if is_file(module_file) else value
 
 
 # Names of runs and stages, which become directories
@@ -200,7 +210,7 @@ def check_output(wanted: str | Path) -> Path:
     if not str(wanted) or path.name in ("", ".."):
         raise RunDirectoryError(f"run directory {shown(str(path))}: name a directory, for example --out runs/first.")
     if os.path.exists(path) and not os.path.isdir(path):  # False if it may not be read
-        raise RunDirectoryError(f"run directory {shown(str(path))}: a file of this name is there. Choose another name.")
+        raise RunDirectoryError(f"run directory {shown(str(path))}: a file with this name exists. Choose another name.")
     return path
 
 
@@ -237,7 +247,7 @@ def model_of_run(directory: Path, stage: str | None) -> str:
     """The model that a stage ended with; by default the last one of the run's recipe."""
     what = f"model {shown(f'run:{directory}' + (f'#{stage}' if stage else ''))}"
     if not (directory / SEALS).is_file() or not (directory / "resolved.yaml").is_file():
-        raise RecipeError(f"{what}: no run directory. Name one that `opd run` made.")
+        raise RecipeError(f"{what}: not a run directory. Name one that `opd run` made.")
     try:
         names = [one["name"] for one in read_resolved(directory)["stages"]]
     except RunDirectoryError as error:

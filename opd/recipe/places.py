@@ -1,4 +1,4 @@
-"""What may stand at a place of a recipe: found from the models that read it, and from the marks on their fields."""
+"""What a recipe accepts at each place, derived from the models that read it and from the marks on their fields."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from pydantic.fields import FieldInfo
 from opd.common.short_forms import ByDomain, Short, ShortForm
 from opd.registry import Choice, Family, family_of
 
-Place = tuple[Any, ...]  # annotations of what may stand there
+Place = tuple[Any, ...]  # annotations of accepted values
 
 
 def below(place: Place, key: str) -> Place:
-    """What may stand at a key of it. Which choice stands there makes no difference: one key means one thing in all of them."""
+    """What is accepted at a key of a place. All choices give a key the same meaning, so the choice makes no difference."""
     found: list[Any] = []
     for option in options(place):
         if isinstance(option, Family):
@@ -29,12 +29,12 @@ def below(place: Place, key: str) -> Place:
 
 
 def family_at(place: Place) -> Family | None:
-    """The choice that is made there, if any."""
+    """The family of which a choice is made there, if any."""
     return next((option for option in options(place) if isinstance(option, Family)), None)
 
 
 def options(place: Place) -> Iterator[Any]:
-    """Families, models and mappings that annotations allow; the only entry of a list stands for the list."""
+    """Families, models and mappings that annotations allow. A list with one entry may be written as that entry."""
     for kind in place:
         origin, inner = get_origin(kind), get_args(kind)
         if origin is Annotated:
@@ -58,7 +58,7 @@ def fields(model: type[BaseModel], key: str) -> list[Any]:
 
 
 def flat_of(model: type[BaseModel]) -> dict[str, Family]:
-    """Field -> its family, where the settings of a choice stand next to its name: `divergence: jsd, beta: 0.5`."""
+    """Field -> its family, where the settings of a choice are written next to its name: `divergence: jsd, beta: 0.5`."""
     return {field: family_of(model, field) for field in model.flat} if issubclass(model, Choice) else {}
 
 
@@ -77,9 +77,9 @@ def forms(place: Place) -> Iterator[ShortForm]:
 
 
 def as_mapping(place: Place, value: Any, *, keeping: bool = False) -> Any:
-    """The mapping that a value is short for; the value itself, if it is short for none.
+    """The mapping that a value is short for, or else the value itself.
 
-    `keeping`: only if the other keys of a mapping stay when the value is laid over it.
+    `keeping`: only if the other keys of a mapping are kept when the value is merged into it.
     """
     for form in forms(place):
         if isinstance(form, (Short, Family)) and (form.keeps or not keeping):
@@ -88,7 +88,7 @@ def as_mapping(place: Place, value: Any, *, keeping: bool = False) -> Any:
 
 
 def key_of_text(place: Place, text: str) -> str | None:
-    """The key that a text is short for the value of."""
+    """The key whose value may be written alone, as this text."""
     long = as_mapping(place, text)
     return next((key for key, value in long.items() if value is text), None) if long is not text else None
 

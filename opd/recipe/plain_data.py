@@ -68,9 +68,7 @@ class _Loader(yaml.SafeLoader):
         self.get_event()  # the stream begins
         node = None if self.check_event(yaml.StreamEndEvent) else self.compose_document()
         if not self.check_event(yaml.StreamEndEvent):
-            second = (
-                "a second document begins (`---`), and a recipe is one. Put it into a file of its own, or use `stages`"
-            )
+            second = "a second document begins (`---`), but a recipe is a single document. Put it into a separate file, or use `stages`"
             raise _wrong(second, self.peek_event().start_mark)
         self.get_event()
         if node is not None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import difflib
+import itertools
+import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib import resources
@@ -20,15 +22,15 @@ from opd.common.http import UNSAFE
 from opd.common.peer_keys import translate_below
 from opd.common.short_forms import SHORT_FORMS
 from opd.data.sources import PromptSource
-from opd.plugins import load_plugins
-from opd.recipe.checks import refuse_recipe, refuse_stage
+from opd.plugins import load_announced, load_plugins
+from opd.recipe.checks import require_valid_recipe, require_valid_stage
 from opd.recipe.graph import STAGE_PREFIX, in_order
 from opd.recipe.overrides import STAGE, apply_overrides, merge
-from opd.recipe.paths import anchored, folded, name_of_file, read_resolved
+from opd.recipe.paths import NAME_PATTERN, folded, name_of_file, read_resolved, with_absolute_paths
 from opd.recipe.places import Place, below, fields_at
 from opd.recipe.plain_data import LONGEST, cut, parse_yaml, plain_data, shown
 from opd.recipe.stage import Recipe, Stage
-from opd.registry import nearest
+from opd.registry import Family, nearest
 
 MISTAKES = 10  # per message
 ELSEWHERE = 3  # a hint lists at most so many places of a key
@@ -70,7 +72,7 @@ def load_recipe(
         path = find_recipe(str(recipe))
         name, base = name_of_file(path.stem), here / path.parent
         raw = plain_data(parse_yaml(read_text(path), str(path)))
-    raw = anchored(raw, base, STAGE)
+    raw = with_absolute_paths(raw, base, STAGE)
     if prompts is not None:
         raw["prompts"] = [dict(source) for source in prompts]
     ignored = next((override for override in overrides if override.startswith(IGNORED)), None)
@@ -147,7 +149,7 @@ def resolve(raw: Mapping[str, Any], name: str) -> Recipe:
         raise RecipeError("stages: every stage needs a name. Write `stages: [{name: warm-up, train: {steps: 50}}, …]`.")
     stages: list[Stage] = []
     for override in overrides:
-        merged = _over(defaults, override)
+        merged = _merged(defaults, override)
         if stages and not _has_model(override.get("student")):
             start = _student(merged.get("student"))
             rest = {key: value for key, value in start.items() if key != "merge"} if isinstance(start, Mapping) else {}
@@ -161,11 +163,11 @@ def resolve(raw: Mapping[str, Any], name: str) -> Recipe:
         recipe = Recipe(name=title, stages=in_order(stages), plugins=plugins)
     except ValidationError as error:
         raise RecipeError(_explain_all(error, raw, "")) from None
-    refuse_recipe(recipe)
+    require_valid_recipe(recipe)
     return recipe
 
 
-def _over(defaults: Mapping[str, Any], stage: Mapping[str, Any]) -> dict[str, Any]:
+def _merged(defaults: Mapping[str, Any], stage: Mapping[str, Any]) -> dict[str, Any]:
     """Merge a stage over the defaults. Null resets a key to its built-in default, unless null is a value of the key. `{}` clears
     teachers and rewards.
     """
@@ -221,12 +223,12 @@ def _has_model(student: Any) -> bool:
 
 def validate(raw: Mapping[str, Any], where: str = "") -> Stage:
     try:
-        stage = Stage.model_validate(raw).settled()
+        stage = Stage.model_validate(raw).with_defaults()
     except ValidationError as error:
         raise RecipeError(_explain_all(error, raw, where)) from None
     for path in _booleans(raw, stage.model_dump(), ""):
         raise RecipeError(f"{where}{path}: expected a number, got true or false.")
-    refuse_stage(stage, where)
+    require_valid_stage(stage, where)
     return stage
 
 
@@ -255,7 +257,7 @@ def _explain(detail: Any, raw: Mapping[str, Any], where: str) -> str:
     parts = [str(part) for part in location]
     path = cut(where + ".".join(_as_written(location, raw, detail["type"] == "missing")), 200)
     if detail["type"] == "extra_forbidden":
-        return f"{path}: unknown key. {_meant(detail, location)}"
+        return f"{path}: unknown key. {_hint(detail, location)}"
     if detail["type"] == "unknown_key":  # from a choice, which adds its own hint
         return f"{path}: {detail['msg']}"
     if detail["type"] == "missing":
@@ -282,7 +284,7 @@ def _as_written(location: Sequence[str | int], raw: Any, missing: bool) -> Itera
         yield str(part)
 
 
-def _meant(detail: Any, location: Sequence[str | int]) -> str:
+def _hint(detail: Any, location: Sequence[str | int]) -> str:
     """A hint for an unknown key: a key of another framework, a key of another section, or a misspelt key."""
     if translated := translate_below([str(part) for part in location], detail["input"]):
         return f"{translated}."
@@ -305,7 +307,7 @@ def _places_of(key: str) -> list[str]:
 
 
 def _place(location: Iterable[str | int]) -> Place:
-    """What may stand at a location such as ("prompts", 0)."""
+    """What is accepted at a location such as ("prompts", 0)."""
     place = STAGE
     for part in location:
         place = place if isinstance(part, int) else below(place, part)
@@ -319,6 +321,38 @@ def shipped_recipes() -> dict[str, Path]:
     """Name -> file of every recipe in the package: `quickstart`, `methods/gkd`, …"""
     root = Path(str(resources.files("opd") / "recipes"))
     return {path.relative_to(root).with_suffix("").as_posix(): path for path in sorted(root.rglob("*.yaml"))}
+
+
+# What a method's comment says in lines such as `# family: rl | source: arXiv 2604.03128 | evidence: code`
+
+FAMILIES = {
+    "white-box": "White-box: the teacher's probabilities are known",
+    "black-box": "Black-box: only the teacher's texts or scores are known",
+    "self": "Self-distillation: the teacher is the student itself, and reads more",
+    "bootstrapping": "Iterative self-bootstrapping: an earlier student is the opponent or the filter",
+    "rl": "Distillation with reinforcement learning, and RL alone",
+    "drafting": "Drafters: the student drafts for a larger model",
+}
+FACTS = ("family", "source", "evidence", "published", "measured")
+
+
+def recipe_facts(text: str) -> dict[str, str]:
+    """The facts in the comment that opens a recipe, and its first sentence as `title`.
+
+    >>> recipe_facts("# GKD: a mixture. More.\\n# family: white-box | source: arXiv 2306.13649\\nstudent: smol\\n")
+    {'title': 'GKD: a mixture.', 'family': 'white-box', 'source': 'arXiv 2306.13649'}
+    """
+    comment = [line.lstrip("# ") for line in itertools.takewhile(lambda line: line.startswith("#"), text.splitlines())]
+    facts: dict[str, str] = {}
+    prose: list[str] = []
+    for line in comment:
+        parts = [part.partition(": ") for part in line.split(" | ")]
+        if all(name in FACTS for name, _, _ in parts):
+            facts |= {name: value.strip() for name, _, value in parts}
+        else:
+            prose.append(line)
+    title = re.split(r"(?<=[.!?])\s(?=[A-Z`])", " ".join(prose), maxsplit=1)[0]
+    return {"title": title, **facts}
 
 
 def find_recipe(name: str) -> Path:
@@ -336,3 +370,49 @@ def find_recipe(name: str) -> Path:
     raise RecipeError(
         f"recipe {shown(name)}: neither a .yaml file nor a shipped recipe.{hint} `opd recipes list` shows all."
     )
+
+
+# --- The JSON schema of a recipe file, for editors, with all short forms ---
+#
+# The settings define the keys of a resolved stage; their marks add the short forms. A file may leave keys out, because the
+# defaults of all stages supply them.
+
+
+Schema = dict[str, Any]
+NULL: Schema = {"type": "null"}
+
+
+def recipe_schema() -> Schema:
+    """A stage's keys, plus `name`, `stages` and `plugins`. It includes the choices of loaded plugins."""
+    load_announced()
+    schema = Stage.model_json_schema()
+    teachers = [choice.__name__ for choice in Family("teacher").classes().values()]
+    for partial in ("Student", "Hub", *teachers):  # a stage may give some of the keys, and the defaults the others
+        schema["$defs"][partial].pop("required", None)
+    properties = schema["properties"]
+    for option in properties["teachers"]["anyOf"]:
+        if "additionalProperties" in option:
+            option["additionalProperties"] = _or(NULL, option["additionalProperties"])
+    keys = {key: _or(NULL, value) for key, value in properties.items()}
+    name = {"type": "string", "pattern": f"^{NAME_PATTERN}$"}
+    stage = {"type": "object", "additionalProperties": False, "properties": keys | {"name": name}, "required": ["name"]}
+    stages = {"type": "array", "items": {"$ref": "#/$defs/StageInFile"}, "minItems": 1}
+    schema["$defs"]["StageInFile"] = stage
+    schema["properties"] = keys | {"name": _or(NULL, name), "stages": _or(NULL, stages)}
+    schema["properties"]["plugins"] = _or(NULL, Recipe.model_json_schema()["properties"]["plugins"])
+    schema["patternProperties"] = {f"^{IGNORED}": {}}
+    schema["title"] = "opd recipe"
+    schema["description"] = "Top-level keys are the defaults of every stage."
+    schema["$schema"] = "https://json-schema.org/draft/2020-12/schema"
+    schema.pop("required", None)
+    return json.loads(json.dumps(schema))
+
+
+def _or(*options: Schema) -> Schema:
+    """One of several, flat."""
+    found: list[Schema] = []
+    for option in options:
+        plain = option.keys() <= {"anyOf", "default", "description", "title"} and "anyOf" in option
+        found += [item for item in (option["anyOf"] if plain else [option]) if item not in found]
+    notes = {key: option[key] for option in options for key in ("description", "title") if key in option}
+    return notes | {"anyOf": found}

@@ -4,10 +4,10 @@
      "stages": {"main": {"after": 10,                   the last step that was trained as before
                          "keys": {"train.steps": [10, 20]},   key -> old and new value
                          "lr": [0.0001, 5e-05],         the learning rate of that step, and of the next one; null: no change
-                         "schedule": "linear over 20 steps",  by which it continues
+                         "schedule": "linear over 20 steps",  with which it continues
                          "result": {…}}}}               what the stage had ended with; null: it had not ended
 
-`resolved.yaml`, `resolved-2.yaml`, … each stay as they were written: one per part of the run.
+`resolved.yaml`, `resolved-2.yaml`, … are never changed: one per part of the run.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ def changes_of(directory: Path) -> list[dict[str, Any]]:
 
 
 def recipe_file(directory: Path) -> Path:
-    """What the run carries out now: `resolved.yaml`, or what came of it by its newest change."""
+    """What the run carries out now: `resolved.yaml`, or the file that its newest change wrote."""
     changes = changes_of(directory)
     return directory / (changes[-1]["recipe"] if changes else RESOLVED)
 
 
 def recipe_name(changes: int) -> str:
-    """After so many changes.
+    """The file's name after this many changes.
 
     >>> recipe_name(0), recipe_name(1)
     ('resolved.yaml', 'resolved-2.yaml')
@@ -66,8 +66,8 @@ def parts_of(changes: Sequence[Mapping[str, Any]], stage: str) -> list[dict[str,
 def changed_keys(
     before: Mapping[str, Any], after: Mapping[str, Any], place: str = "", *, whole: bool = False
 ) -> Iterator[KeyChange]:
-    """Of two stages as plain data: the innermost keys that differ. A list is one value; so is, with `whole`, a mapping that has
-    other keys now, such as another kind of a choice.
+    """The innermost keys that differ between two stages, given as plain data. A list is one value. With `whole`, so is a mapping whose keys
+    have changed, such as another kind of a choice.
 
     >>> [change.in_words() for change in changed_keys({"train": {"steps": 10, "lr": 1.0}}, {"train": {"steps": 20, "lr": 1.0}})]
     ['train.steps 10 → 20']
@@ -81,7 +81,7 @@ def changed_keys(
 
 
 def changed_text(text: str, stages: Mapping[str, Mapping[str, Sequence[Any]]]) -> str:
-    """A resolved recipe with other values; `stages`: name -> key -> old and new value. All else stays as it stands there."""
+    """A resolved recipe with other values; `stages`: name -> key -> old and new value. Everything else is unchanged."""
     raw = copy.deepcopy(yaml.safe_load(text))
     for stage in raw["stages"]:
         for key, (_, new) in stages.get(stage["name"], {}).items():

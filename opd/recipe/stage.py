@@ -13,19 +13,18 @@ from pydantic import BaseModel, BeforeValidator, Field, WithJsonSchema, field_va
 
 from opd.common.short_forms import SHORT_FORMS
 from opd.data.prompts import DOMAIN
-from opd.data.shares import SelectionRule, Shares, StaticShares
 from opd.data.sources import SOURCES, PromptSource
+from opd.data.stream import Curriculum, SelectionRule, Shares, StaticShares
 from opd.engines.kinds import SAMPLERS, BuiltInSampler, SamplerKind
 from opd.models.merging import Merge
 from opd.models.modules import AnyModule
 from opd.models.optimisers import AdamW, AnyOptimiser
 from opd.models.settings import Lora
 from opd.monitors.monitor import Monitors
-from opd.objective.forms import Direct
 from opd.objective.stopping import STOP_RULES, StopRule
-from opd.objective.term import AnyTerm, Term
+from opd.objective.term import AnyTerm, Direct, Term
 from opd.recipe.paths import check_name
-from opd.registry import SETTINGS, Address, Count, Dtype, Family, Positive, Word
+from opd.registry import SETTINGS, Address, Choice, Count, Dtype, Family, Positive, Word
 from opd.rewards.reward import AnyRewards, Rewards
 from opd.rollouts.settings import Rollouts
 from opd.teachers.kinds import AnyTeacher, TeacherKind
@@ -80,19 +79,19 @@ class Cluster(BaseModel):
         None, le=65_536, description="ranks of a group of shard: hybrid; default: those of one machine"
     )
     teachers: Literal["whole", "shard"] = Field(
-        "whole", description="frozen teachers on several ranks: whole on each, or their layers spread over all"
+        "whole", description="frozen teachers on several ranks: a full copy on each, or layers sharded over all"
     )
     trainers: Positive = Field(
-        1, le=65_536, description="ranks, of `opd run --on ray`; torchrun is told by --nproc-per-node"
+        1, le=65_536, description="ranks, with `opd run --on ray`; for torchrun, set --nproc-per-node"
     )
     samplers: Count = Field(
-        0, le=65_536, description="workers that sample, of --on ray, at most one per trainer; 0: the trainers do"
+        0, le=65_536, description="workers that sample, with --on ray, at most one per trainer; 0: the trainers sample"
     )
     servers: Count = Field(
-        0, le=65_536, description="workers that serve the frozen teachers, of --on ray; 0: they are with the trainers"
+        0, le=65_536, description="workers that serve the frozen teachers, with --on ray; 0: the trainers load them"
     )
     rewards: Count = Field(
-        0, le=65_536, description="CPUs kept for reward workers next to the first trainer, of --on ray"
+        0, le=65_536, description="CPUs kept for reward workers next to the first trainer, with --on ray"
     )
     sizes: dict[Word, AnySize] = Field(
         default_factory=dict,
@@ -110,17 +109,17 @@ class Cluster(BaseModel):
             raise ValueError(f"group {self.group} is for shard: hybrid; with {self.shard} all ranks are one group")
         return self
 
-    def refuse(
+    def check(
         self, kinds: Mapping[str, TeacherKind], pool: TeacherPool, drawn: Iterable[str], evaluated: bool
     ) -> Iterable[str]:
         """`drawn`: keys of the recipe that sample from teachers, or read all their weights at once."""
         if self.teachers == "whole":
             return
         if not movable(kinds):
-            yield "cluster.teachers shard: only frozen teachers can be spread over ranks, and there is none. Drop it."
+            yield "cluster.teachers shard: only frozen teachers can be sharded over ranks, and there is none. Drop it."
         if pool.resident is not None:
             yield (
-                f"cluster.teachers shard with pool.resident {pool.resident}: their weights are either spread over ranks or "
+                f"cluster.teachers shard with pool.resident {pool.resident}: their weights are either sharded over ranks or "
                 "paged. Choose one."
             )
         for key in [*drawn, *(["eval.teachers"] if evaluated else [])]:
@@ -230,6 +229,9 @@ class Eval(BaseModel):
     k: Count = Field(0, le=65_536, description="samples per prompt for pass@1 (sampled) and pass@k; 0: greedy only")
     temperature: float = Field(1.0, ge=0.01, le=100, description="of the sampled evaluation")
     max_new_tokens: Positive | None = Field(None, description="default: rollout.max_new_tokens")
+    loss: bool = Field(
+        False, description="measure the loss on held-out worked answers (`completion`) too, in nats per token"
+    )
     teachers: bool = Field(True, description="evaluate the teachers too, before training")
     weight_average: bool = Field(False, description="evaluate the plain average of the teachers' weights")
     metric: Word = Field("pass@1", description="what `best` and early stopping watch: pass@1, or pass@1/DOMAIN")
@@ -271,7 +273,7 @@ class Store(BaseModel):
     hidden: bool = Field(False, description="keep teachers' hidden states too (large); otherwise they are recomputed")
     retain: Count | None = Field(
         None,
-        description="steps before the oldest checkpoint whose tokens stay, at least; null: all tokens, forever",
+        description="keep the tokens of at least this many steps before the oldest checkpoint; null: all tokens, forever",
     )
 
 
@@ -311,6 +313,9 @@ class Stage(BaseModel):
     shares: Annotated[Shares, Family("shares", default=StaticShares.name)] = Field(
         StaticShares(), description="how prompts are divided among domains: static, or by tokens, length, gap"
     )
+    curriculum: Annotated[Curriculum, Family("curriculum")] | None = Field(
+        None, description="which prompts of a pass are taken, by what earlier passes showed: pass_rate, kl"
+    )
     route: Word = Field(DOMAIN, description="the column of a prompt's row that says which teacher scores it")
     data: Data = Data()
     rollout: Rollouts = Rollouts()
@@ -318,7 +323,7 @@ class Stage(BaseModel):
     modules: dict[Word, AnyModule] = Field(
         default_factory=dict, max_length=100, description="name -> trainable module that terms use: a value head"
     )
-    objective: Annotated[list[AnyTerm], SHORT_FORMS["objective"]] = Field(default_factory=usual_objective, min_length=1)
+    objective: Annotated[list[AnyTerm], SHORT_FORMS["objective"]] = Field(default_factory=usual_objective)
     rewards: AnyRewards = Rewards()
     train: Train = Train()
     eval: Eval = Eval()
@@ -333,6 +338,12 @@ class Stage(BaseModel):
     seed: int = Field(0, ge=0, lt=2**63)
     device: str = Field("auto", pattern=r"^(auto|cpu|cuda(:[0-9]{1,3})?)$", description="auto | cpu | cuda | cuda:N")
     threads: Positive | None = Field(None, le=1024, description="CPU threads of torch; default: torch's own choice")
+
+    @property
+    def environments(self) -> list[Any]:
+        """What answers between the student's turns, for each source of prompts that has something."""
+        chosen = [source.environment or self.rollout.environment for source in self.prompts]
+        return [environment for environment in chosen if environment is not None]
 
     @model_validator(mode="before")
     @classmethod
@@ -369,7 +380,7 @@ class Stage(BaseModel):
             raise ValueError("a coefficient waits for a plateau of the evaluation: set eval.every and eval.prompts")
         if self.rollout.contrast and not self.uses_rewards:
             raise ValueError(
-                "rollout.contrast drops groups by their rewards, but neither the objective nor a view uses rewards"
+                "rollout.contrast drops groups by their rewards, but neither the objective nor a module or view uses rewards"
             )
         return self
 
@@ -385,14 +396,15 @@ class Stage(BaseModel):
         if merged and given not in (None, name):
             raise ValueError(f"student: model {given!r} and merge are two starts: keep one")
         if merged and student.get("revision") is not None:
-            raise ValueError("student.revision is of one model, and merge has several: name directories")
+            raise ValueError("student.revision applies to one model, but merge has several: name directories")
         if not merged and isinstance(given, str) and given.startswith(MERGED):
             raise ValueError(f"student.model {given!r}: write what is merged: student: {{merge: {{models: [A, B]}}}}")
         return {**raw, "student": {**student, "model": name}} if merged else raw
 
-    def settled(self) -> Stage:
+    def with_defaults(self) -> Stage:
         """Add all monitors, and the correction that the objective needs for tokens from another engine or from older weights."""
-        stage = self.model_copy(update={"monitors": self.monitors.completed()})
+        monitors = self.monitors.completed(growing=self.rollout.length_schedule is not None)
+        stage = self.model_copy(update={"monitors": monitors})
         if not (self.sampler.corrects or self.rollout.staleness) or self.rollout.shown_to_student:
             return stage
         return stage.model_copy(update={"objective": [term.corrected() for term in self.objective]})
@@ -407,7 +419,7 @@ class Stage(BaseModel):
     @property
     def sampler_processes(self) -> tuple[int, int]:
         """The number of processes that sample next to the trainer, and the threads of each."""
-        count = self.sampler.beside_trainer if self.rollout.staleness else 0
+        count = self.sampler.processes_alongside if self.rollout.staleness else 0
         return count, self.threads or max(1, (os.cpu_count() or 1) // 2 // max(1, count))
 
     @property
@@ -427,11 +439,13 @@ class Stage(BaseModel):
 
     @property
     def uses_rewards(self) -> bool:
-        """Whether a term, a view or a writer depends on rewards."""
-        choices = [*self.objective, *(kind.view for kind in self.teachers.values())]
+        """Whether a term, a module, a view or a writer depends on rewards."""
+        choices: list[Choice] = [*self.objective, *(kind.view for kind in self.teachers.values())]
+        choices += [self.curriculum] if self.curriculum is not None else []
         wanted = self.rollout.demonstrations
         replaced = self.rollout.rescue is not None or (wanted is not None and wanted.by is None)
-        return replaced or any(choice.needs().rewards for choice in choices)
+        by_module = any(kind.reads_rewards and kind.learns for kind in self.modules.values())
+        return replaced or by_module or any(choice.needs().rewards for choice in choices)
 
     @field_validator("name")
     @classmethod

@@ -10,7 +10,7 @@ from typing import Any
 from opd import registry
 from opd.common.errors import RunDirectoryError
 from opd.common.files import json_object, lines_checked, read_lines, read_sealed, sha256
-from opd.common.process_identity import at_work
+from opd.common.process_identity import is_running
 from opd.monitors.monitor import Monitor, with_estimates
 from opd.recipe import STAGE_PREFIX
 from opd.recipe.paths import read_resolved
@@ -41,7 +41,7 @@ def run_facts(directory: str | Path, *, whole: bool = False) -> dict[str, Any]:
     found = {
         "name": root.name,
         "recipe": resolved.get("name", root.name),
-        "status": summary.get("status", "running" if at_work(root) else "cut off"),
+        "status": summary.get("status", "running" if is_running(root) else "cut off"),
         "stages": stages,
         "graph": stage_graph(resolved.get("stages", [])),
         "metrics": _columns(_earlier_steps(metrics, stages), None if whole else POINTS),
@@ -54,7 +54,7 @@ def run_facts(directory: str | Path, *, whole: bool = False) -> dict[str, Any]:
         "start": _json(root / "start.json"),
         "text": _recipe_text(root),
     }
-    changed = [f"Changed on the way: {line}." for line in changes_in_words(changes, len(stages))]
+    changed = [f"Changed during the run: {line}." for line in changes_in_words(changes, len(stages))]
     words = " ".join([in_words(found), *changed, *differences])
     return {**found, "words": words, "gains": [gain._asdict() for gain in gains(found)]}
 
@@ -65,7 +65,7 @@ def _require_run(directory: Path) -> None:
         return
     what = "no such directory" if not directory.exists() else "not the directory of a run, which has a resolved.yaml"
     raise RunDirectoryError(
-        f"{str(directory)!r}: {what}. `opd run` says at its end where a run is: runs/NAME, or --out."
+        f"{str(directory)!r}: {what}. `opd run` prints at its end where a run is: runs/NAME, or --out."
     )
 
 

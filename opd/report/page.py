@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from opd.common.errors import UserError
-from opd.common.files import json_text, write_whole
+from opd.common.files import json_text, write_atomic
 from opd.common.text import plain
 from opd.report.facts import run_facts
 
@@ -76,11 +76,11 @@ def _hash(text: str) -> str:
 def write_report(directories: Sequence[str | Path], to: Path | None = None) -> Path:
     """Write the page of one run into its directory, or of several runs, side by side, to a file."""
     if to is None and len(directories) != 1:
-        raise UserError("several runs on one page: say where to put it, with -o FILE.")
+        raise UserError("several runs on one page: give the output file with -o FILE.")
     target = Path(directories[0]) / "report.html" if to is None else to
     text = page([run_facts(directory) for directory in directories])
     try:
-        write_whole(target, text)
+        write_atomic(target, text)
     except OSError as error:
         raise UserError(f"{str(target)!r} cannot be written: {error.strerror or error}.") from None
     return target

@@ -21,7 +21,7 @@ import numpy as np
 
 from opd.common.errors import OpdError, RunDirectoryError, UserError
 from opd.common.files import json_text
-from opd.common.process_identity import at_work
+from opd.common.process_identity import is_running
 from opd.models.load import tokenizer_file
 from opd.recipe.paths import read_resolved
 from opd.recipe.stage import MERGED
@@ -29,7 +29,7 @@ from opd.records import Rollout, Signal
 from opd.report.facts import run_facts
 from opd.report.page import page
 from opd.store import RolloutStore
-from opd.store.index import STOPS
+from opd.store.rollouts import STOPS
 
 LOOPBACK = "127.0.0.1"
 DIGITS = 18  # digits of a row number
@@ -70,7 +70,7 @@ class LiveFacts:
 
     def _now(self) -> str:
         found = ((self._root / name).stat() for name in READ if (self._root / name).is_file())
-        return "-".join((str(at_work(self._root)), *(f"{facts.st_size:x}.{facts.st_mtime_ns:x}" for facts in found)))
+        return "-".join((str(is_running(self._root)), *(f"{facts.st_size:x}.{facts.st_mtime_ns:x}" for facts in found)))
 
 
 class ViewServer(ThreadingHTTPServer):
@@ -96,7 +96,7 @@ class ViewServer(ThreadingHTTPServer):
             raise UserError(
                 f"port {port} of {LOOPBACK} cannot be used: {error.strerror}. Give another: --port 0"
             ) from None
-        threading.Thread(target=growing, args=(self.rollouts, EVERY, self._ended), daemon=True).start()
+        threading.Thread(target=refresh_while_growing, args=(self.rollouts, EVERY, self._ended), daemon=True).start()
 
     @property
     def address(self) -> str:
@@ -257,9 +257,9 @@ class RolloutBrowser:
         self._store: RolloutStore | None = None
         self._decode: Callable[[list[int]], str] | None = None
         self._searched = False  # whether a tokenizer was looked for since the store has grown
-        self.look()
+        self.refresh()
 
-    def look(self) -> None:
+    def refresh(self) -> None:
         """Open the store again if it has grown, but not so often that the writer slows down."""
         folder = self._root / "rollouts"
         size = sum(path.stat().st_size for path in folder.glob("*") if path.is_file()) if folder.is_dir() else 0
@@ -320,21 +320,25 @@ class RolloutBrowser:
         if store is None or row not in store.readable():
             raise UserError(f"row {row}: there is no such rollout.")
         (rollout,) = store.load_rows([row])
-        said = store.signals([rollout.id], "teacher", "logprobs_at").get(rollout.id)
-        return {**self._row(store, row), "prompt": self.text(rollout.prompt_ids), "tokens": self._tokens(rollout, said)}
+        scored = store.signals([rollout.id], "teacher", "logprobs_at").get(rollout.id)
+        return {
+            **self._row(store, row),
+            "prompt": self.text(rollout.prompt_ids),
+            "tokens": self._tokens(rollout, scored),
+        }
 
-    def _tokens(self, rollout: Rollout, said: Signal | None) -> dict[str, Any]:
+    def _tokens(self, rollout: Rollout, scored: Signal | None) -> dict[str, Any]:
         ids = rollout.response_ids[:SHOWN].tolist()
         student = rollout.logprob[:SHOWN].astype(float)
         teacher = np.full(len(ids), np.nan)
-        if said is not None:
-            teacher = np.where(said.mask, np.asarray(said.values, dtype=float), np.nan)[:SHOWN]
+        if scored is not None:
+            teacher = np.where(scored.mask, np.asarray(scored.values, dtype=float), np.nan)[:SHOWN]
         return {
             "id": rollout.id,
             "ids": ids,
             "author": rollout.author[:SHOWN].tolist(),
             "texts": {str(index): self.text([index]) for index in set(ids)},
-            "teacher": said.teacher if said is not None else "",
+            "teacher": scored.teacher if scored is not None else "",
             "student": student.tolist(),
             "teacher_logprob": teacher.tolist(),
             "ratio": (student - teacher).tolist(),
@@ -377,7 +381,7 @@ def _mask(index: Any, rows: np.ndarray, asked: Mapping[str, str]) -> np.ndarray:
     mask = np.ones(rows.size, dtype=bool)
     for name in CODED:
         if asked.get(name):
-            code = index.vocabularies[name].find(asked[name])
+            code = index.vocabularies[name].get(asked[name])
             mask &= index[name][rows] == (-1 if code is None else code)
     if asked.get("stop"):
         mask &= index["stop"][rows] == (STOPS.index(asked["stop"]) if asked["stop"] in STOPS else len(STOPS))
@@ -414,10 +418,10 @@ def _whole(asked: Mapping[str, str], name: str, usual: int) -> int:
         raise UserError(f"{name} {asked[name]!r}: expected a whole number.") from None
 
 
-def growing(rollouts: RolloutBrowser, every: float, ended: threading.Event) -> None:
+def refresh_while_growing(rollouts: RolloutBrowser, every: float, ended: threading.Event) -> None:
     """Renews the snapshot of the store until it is stopped. A store that is being written may be incomplete for a moment."""
     while not ended.wait(every):
         try:
-            rollouts.look()
+            rollouts.refresh()
         except (OpdError, OSError):
             continue  # it is complete next time

@@ -30,18 +30,18 @@ class Gain(NamedTuple):
 
 def in_words(run: Mapping[str, Any]) -> str:
     stages = [stage for stage in run["stages"] if stage["steps"]]
-    told = STATUS.get(run["status"], "")
+    text = STATUS.get(run["status"], "")
     if not stages:
-        return f"{told}No step has been taken yet."
+        return f"{text}No step has been taken yet."
     steps, tokens = sum(stage["steps"] for stage in stages), sum(stage["tokens"] for stage in stages)
-    told += f"{steps:,} step{'s' * (steps != 1)} on {tokens:,} tokens in {duration(sum(stage['seconds'] for stage in stages))}. "
+    text += f"{steps:,} step{'s' * (steps != 1)} on {tokens:,} tokens in {duration(sum(stage['seconds'] for stage in stages))}. "
     if _measured(run):
-        told += " ".join(_gained(gains(run))) + " "
+        text += " ".join(_gained(gains(run))) + " "
     elif run["status"] == "done":
-        told += (
+        text += (
             "Nothing was measured on held-out prompts (eval.prompts), so only the distance to the teacher is known. "
         )
-    return (told + " ".join([*_signs(run["metrics"], stages[-1]["name"]), *_alarms(run)])).strip()
+    return (text + " ".join([*_signs(run["metrics"], stages[-1]["name"]), *_alarms(run)])).strip()
 
 
 def lineage(graph: Mapping[str, Any], name: str) -> list[str]:
@@ -97,9 +97,9 @@ def _gained(rows: Sequence[Gain]) -> Iterator[str]:
         yield f"{_listed(same)} did not change by more than chance (two standard errors)."
     if len(rows) > 1 and not worse and not same:
         yield "Every domain gained more than chance."
-    behind = [(teacher - row.after, row.domain) for row, teacher in known if teacher - row.after > CLEAR * row.spread]
-    if behind:
-        yield f"Furthest from its teacher: {max(behind)[1]}, by {100 * max(behind)[0]:.1f} points."
+    below = [(teacher - row.after, row.domain) for row, teacher in known if teacher - row.after > CLEAR * row.spread]
+    if below:
+        yield f"Furthest from its teacher: {max(below)[1]}, by {100 * max(below)[0]:.1f} points."
 
 
 def _signs(metrics: Mapping[str, Sequence[Any]], stage: str) -> Iterator[str]:

@@ -20,8 +20,8 @@ from pydantic import Field
 from opd import sandbox
 from opd.records import RewardResult, Sample
 from opd.registry import Positive
-from opd.rewards.answers import blocks
 from opd.rewards.reward import RewardKind, Sandbox, sandbox_here
+from opd.rewards.texts import blocks
 from opd.sandbox.harness import decode
 
 HARNESS = Path(sandbox.__file__).with_name("harness.py")
@@ -135,11 +135,13 @@ class _Run:
             outcome = self._start(["main.py"], {"main.py": self.program}, check["input"].encode(errors="replace"))
             if outcome.error:
                 return RewardResult(None, error=f"sandbox: {outcome.error}")
-            said = outcome.stdout.decode(errors="replace")
-            if outcome.code == 0 and _same_text(said, str(check["output"])):
+            output = outcome.stdout.decode(errors="replace")
+            if outcome.code == 0 and _same_text(output, str(check["output"])):
                 passed += 1
                 continue
-            feedback = feedback or _story(outcome) or f"expected {str(check['output'])[:100]!r}, got {said[:100]!r}"
+            feedback = (
+                feedback or _failure_text(outcome) or f"expected {str(check['output'])[:100]!r}, got {output[:100]!r}"
+            )
             if not self.spec.partial:
                 return RewardResult(0.0, feedback=feedback)
         others = [check for check in checks if "input" not in check]
@@ -169,7 +171,7 @@ class _Run:
             elif not feedback:
                 feedback = f"{(check.get('call') or 'tests')[:100]}: {str(line.get('error', line.get('value')))[:100]}"
         if not feedback and passed < len(checks):
-            feedback = _story(outcome) or "it ended before its tests did"
+            feedback = _failure_text(outcome) or "it ended before its tests did"
         return RewardResult(passed / len(checks), feedback=feedback)
 
     def _start(
@@ -181,20 +183,20 @@ class _Run:
         return sandbox.run_program(command, kind=self.kind, limits=limits, files=files, stdin=stdin)
 
 
-def _story(outcome: sandbox.Outcome) -> str:
+def _failure_text(outcome: sandbox.Outcome) -> str:
     if outcome.timed_out:
         return "time limit"
     if outcome.swollen:
         return "memory limit"
     if outcome.flooded:
         return "too much output"
-    said = outcome.stderr.decode(errors="replace").strip().splitlines()
-    return "" if outcome.code == 0 else (said[-1][:200] if said else f"exit code {outcome.code}")
+    output = outcome.stderr.decode(errors="replace").strip().splitlines()
+    return "" if outcome.code == 0 else (output[-1][:200] if output else f"exit code {outcome.code}")
 
 
-def _same_text(said: str, wanted: str) -> bool:
+def _same_text(output: str, wanted: str) -> bool:
     """Compares line by line, ignoring white space at line ends and around the whole text."""
-    ours, theirs = ([line.rstrip() for line in text.strip().splitlines()] for text in (said, wanted))
+    ours, theirs = ([line.rstrip() for line in text.strip().splitlines()] for text in (output, wanted))
     return ours == theirs
 
 

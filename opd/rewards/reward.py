@@ -1,4 +1,6 @@
-"""Base classes of rewards: one class per kind, with its settings, its requirements, and how it rewards an answer.
+"""Base classes of rewards, the prompt's own verifier, and a recipe's `rewards`.
+
+A kind of reward is one class with its settings, its requirements, and how it rewards an answer.
 
 The common rule: an invalid answer (garbage instead of a number, code that hangs or crashes) is wrong, reward 0. A check that
 could not be made (no reference answer, a library that crashed or hung) gives no reward.
@@ -13,16 +15,17 @@ import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Protocol
 
 from pydantic import BaseModel, Field
 
-from opd import sandbox
+from opd import registry, sandbox
 from opd.common.chat_client import CallLog
 from opd.common.errors import RecipeError
 from opd.common.short_forms import SHORT_FORMS, ByDomain
+from opd.data.tasks import GYM, TASK, get_task
 from opd.records import Prompt, RewardResult, Sample
 from opd.registry import SETTINGS, Choice, Family, Positive, nearest
 
@@ -109,9 +112,9 @@ class RewardKind(Choice):
         """Raises if something it needs is missing: now, not at step 400."""
         if self.package and not importable(self.package):
             raise RecipeError(f"rewards: kind {self.name} needs the {self.package} package: {self.install}.")
-        self.walls(sandbox)
+        self.worker_sandbox(sandbox)
 
-    def walls(self, sandbox: str) -> str:
+    def worker_sandbox(self, sandbox: str) -> str:
         """The sandbox of its workers."""
         return sandbox_here(sandbox) if self.evaluates else "none"
 
@@ -184,7 +187,7 @@ def right(found: bool, feedback: str = "") -> RewardResult:
     return RewardResult(float(found), feedback=feedback)
 
 
-def give(kind: RewardKind, sample: Sample) -> RewardResult:
+def reward_of(kind: RewardKind, sample: Sample) -> RewardResult:
     """The reward for a sample. Raises ValueError if the kind returns anything but a number in range."""
     found = kind.reward(sample)
     if found is None:
@@ -211,6 +214,194 @@ def sandbox_here(wanted: str) -> str:
     return sandbox.choose(wanted)
 
 
+# --- The prompt's own verifier: a task's, reasoning-gym's, or the reward kind that a row names ---
+
+
+IN_ROWS = (
+    "exact",
+    "numeric",
+    "maths",
+    "code",
+    "json",
+)  # what a row may name: nothing that runs code it chooses
+
+
+class Verifier(RewardKind):
+    """Uses the verifier that each prompt names."""
+
+    name = "verifier"
+    by_default = True
+    asks_prompt = True
+
+    @cached_property
+    def _of_tasks(self) -> TaskVerifier:
+        return TaskVerifier(weight=self.weight, time_limit=self.time_limit)
+
+    def covers(self, prompt: Prompt) -> bool:
+        return "verifier" in prompt.fields
+
+    def chosen(self, fields: Mapping[str, Any]) -> RewardKind | str:
+        name = fields.get("verifier")
+        if not isinstance(name, str):
+            return "the prompt names no verifier"
+        general = {"weight": self.weight, "time_limit": self.time_limit}
+        if name.startswith(TASK):
+            return self._of_tasks
+        if name.startswith(GYM):
+            has_entry = isinstance(fields.get("entry"), Mapping)
+            return GymVerifier(**general) if has_entry else "the prompt has no `entry` for its scorer"
+        if name in IN_ROWS:
+            found = registry.find("reward", name)(**general)
+            assert isinstance(found, RewardKind)
+            return found
+        return f"unknown verifier {name!r}"
+
+
+class TaskVerifier(RewardKind):
+    """Checks answers of a built-in task."""
+
+    name = "task"
+    in_process = True
+
+    def reward(self, sample: Sample) -> float:
+        name = str(sample.prompt.fields["verifier"]).removeprefix(TASK)
+        return float(get_task(name).verify(sample.prompt, sample.text))
+
+
+class GymVerifier(RewardKind):
+    """Uses reasoning-gym's scorer. Several scorers evaluate the answer: see `guard_reasoning_gym` and `workers`."""
+
+    name = "reasoning_gym"
+    evaluates = True
+    package = "reasoning_gym"
+    install = "pip install reasoning_gym"
+
+    def load(self) -> None:
+        super().load()
+        guard_reasoning_gym()
+
+    def reward(self, sample: Sample) -> float:
+        import reasoning_gym
+
+        fields = sample.prompt.fields
+        score = reasoning_gym.get_score_answer_fn(str(fields["verifier"]).removeprefix(GYM))
+        return float(score(answer=sample.text.strip(), entry=fields["entry"]))
+
+
+# --- Safe evaluation: libraries that evaluate an answer may only do arithmetic ---
+# Some of reasoning-gym's scorers call `eval(answer)` or sympy's `parse_expr`, which evals after a few transformations. In a worker
+# both are replaced: anything but numbers, names, operators, known functions and lists of these is rejected before it runs.
+
+
+FUNCTIONS = frozenset(
+    [
+        "Abs",
+        "Ei",
+        "Float",
+        "Integer",
+        "Rational",
+        "Si",
+        "Ci",
+        "abs",
+        "acos",
+        "acosh",
+        "acot",
+        "acoth",
+        "acsc",
+        "asec",
+        "asin",
+        "asinh",
+        "atan",
+        "atan2",
+        "atanh",
+        "binomial",
+        "cbrt",
+        "ceiling",
+        "cos",
+        "cosh",
+        "cot",
+        "coth",
+        "csc",
+        "erf",
+        "erfc",
+        "exp",
+        "factorial",
+        "floor",
+        "gamma",
+        "li",
+        "ln",
+        "log",
+        "root",
+        "sec",
+        "sign",
+        "sin",
+        "sinh",
+        "sqrt",
+        "tan",
+        "tanh",
+    ]
+)
+ALLOWED = (
+    ast.Expression, ast.BinOp, ast.UnaryOp, ast.operator, ast.unaryop, ast.Constant, ast.Name, ast.Load, ast.Call, ast.List,
+    ast.Tuple, ast.Set, ast.Dict,
+)  # fmt: skip
+LONGEST_EXPRESSION = 100_000  # characters
+
+
+def checked(text: Any, functions: frozenset[str] = frozenset(), *, words: bool = False) -> ast.Expression:
+    """Parses an expression that can only calculate. Raises ValueError for any other."""
+    if not isinstance(text, str) or len(text) > LONGEST_EXPRESSION:
+        raise ValueError("not an expression")
+    try:
+        tree = ast.parse(text.strip(), mode="eval")
+    except (SyntaxError, MemoryError, RecursionError) as error:
+        raise ValueError(f"not an expression: {type(error).__name__}") from None
+    for node in ast.walk(tree):
+        if not isinstance(node, ALLOWED):
+            raise ValueError(f"{type(node).__name__} is not arithmetic")
+        if isinstance(node, ast.Constant) and isinstance(node.value, (str, bytes)) and not words:
+            raise ValueError("text is not arithmetic")
+        if isinstance(node, ast.Name) and node.id.startswith("_"):
+            raise ValueError(f"{node.id} is not arithmetic")
+        if isinstance(node, ast.Call) and not (isinstance(node.func, ast.Name) and node.func.id in functions):
+            raise ValueError("this call is not arithmetic")
+        if isinstance(node, ast.Call) and node.keywords:
+            raise ValueError("this call is not arithmetic")
+    return tree
+
+
+def calculate(text: Any, *_: Any) -> Any:
+    """Replaces `eval`: evaluates literals and operators.
+
+    >>> calculate("[[0, 1], [1 + 1, 'x']]")
+    [[0, 1], [2, 'x']]
+    """
+    return eval(compile(checked(text, words=True), "answer", "eval"), {"__builtins__": {}})
+
+
+def guard_reasoning_gym() -> None:
+    """Called once per worker, before it sees an answer."""
+    import reasoning_gym
+    import sympy
+    from sympy.parsing import sympy_parser
+
+    if vars(reasoning_gym).get("guarded"):
+        return
+    parse = sympy_parser.parse_expr
+
+    def parse_checked(text: Any, *arguments: Any, **options: Any) -> Any:
+        checked(text, FUNCTIONS)
+        return parse(text, *arguments, **options)
+
+    vars(sympy)["parse_expr"] = vars(sympy_parser)["parse_expr"] = parse_checked
+    for name, module in list(sys.modules.items()):
+        if name.partition(".")[0] == "reasoning_gym":
+            vars(module)["eval"] = calculate
+            if vars(module).get("parse_expr") is parse:
+                vars(module)["parse_expr"] = parse_checked
+    vars(reasoning_gym)["guarded"] = True
+
+
 # --- A recipe's `rewards`: one reward or a weighted sum, for all domains or by domain ---
 
 
@@ -226,10 +417,8 @@ class Rewards(BaseModel):
     domains: dict[str, Annotated[list[One], Field(min_length=1), SHORT_FORMS["rewards.DOMAIN"]]] = Field(
         default_factory=dict, description="by domain, or `default`; domains without an entry: the prompt's own verifier"
     )
-    sandbox: Sandbox = Field(
-        "auto", description="of everything that may run what the model wrote; none: no walls at all"
-    )
-    stop_after: Positive = Field(5, description="steps in which nothing was rewarded, after which the run stops")
+    sandbox: Sandbox = Field("auto", description="for everything that may run model-written code; none: no isolation")
+    stop_after: Positive = Field(5, description="steps in a row without any reward before the run stops")
 
     @property
     def need_no_answer(self) -> bool:

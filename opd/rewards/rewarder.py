@@ -14,14 +14,13 @@ from opd.common.errors import RecipeError
 from opd.common.http import nothing
 from opd.common.text import plain
 from opd.records import Prompt, RewardResult, Sample
-from opd.rewards.pool import Errand, Pool, pool
-from opd.rewards.reward import DEFAULT, OpenReward, RewardKind, Rewards, give
-from opd.rewards.texts import Verifier
-from opd.rewards.worker import Request, content, write_request
+from opd.rewards.reward import DEFAULT, OpenReward, RewardKind, Rewards, Verifier, reward_of
+from opd.rewards.workers import Pool, Request, RewardJob, content, pool, write_request
 
 CACHED = 65_536  # results kept in the cache
-SAID = 3  # failures of each reward that are reported; all are counted
+REPORTED = 3  # failures of each reward that are reported; all are counted
 OWN_VERIFIER = (Verifier(),)
+FIELD_ERRORS = (ValueError, TypeError, RecursionError, OverflowError)  # from a prompt's fields; the text is plain text
 
 
 class Rewarder:
@@ -43,7 +42,7 @@ class Rewarder:
         if unknown:
             raise RecipeError(
                 f"rewards.{unknown[0]}: no prompt has this domain; they have {', '.join(domains or ())}. "
-                f"`{DEFAULT}` stands for the others."
+                f"`{DEFAULT}` applies to all others."
             )
         self.say, self._sandbox, self._rewards = say, rewards.sandbox, rewards.domains
         given = [kind for kinds in rewards.domains.values() for kind in kinds]
@@ -58,7 +57,7 @@ class Rewarder:
         self._opened: dict[bytes, OpenReward] = {}  # by settings
         self._cache: OrderedDict[bytes, RewardResult] = OrderedDict()
         self._counts: Counter[str] = Counter()
-        self._said: Counter[str] = Counter()
+        self._reported: Counter[str] = Counter()
         self.last_failure = "no answer could be rewarded"
 
     def kinds(self, prompt: Prompt) -> Sequence[RewardKind]:
@@ -109,44 +108,41 @@ class Rewarder:
 
     def each(self, parts: Sequence[tuple[RewardKind, Sample]]) -> list[RewardResult]:
         """The result of each reward on its sample, unweighted."""
-        found: list[RewardResult | None] = []
-        asked: dict[bytes, Errand] = {}
-        places: dict[int, bytes] = {}
-        queues: dict[Pool, list[Errand]] = {}
-        elsewhere = self._asked_elsewhere(parts)
+        found: dict[int, RewardResult] = {}
+        over_network: list[int] = []
+        by_workers: dict[int, RewardKind] = {}
         for number, (kind, sample) in enumerate(parts):
-            ready = elsewhere[number] if number in elsewhere else self._at_hand(kind, sample)
-            if isinstance(ready, RewardResult):
-                found.append(ready)
+            if kind.asks_elsewhere:
+                over_network.append(number)
                 continue
-            chosen, key, errand = ready
-            if key in self._cache or key in asked:
-                self._counts["cached"] += 1
+            chosen = kind.chosen(sample.prompt.fields)
+            if isinstance(chosen, str):
+                found[number] = RewardResult(None, error=chosen)
+            elif chosen.in_process:
+                try:
+                    found[number] = reward_of(chosen, sample)
+                except FIELD_ERRORS as error:
+                    found[number] = _unusable(error)
             else:
-                asked[key] = errand
-                queues.setdefault(self._pool(chosen), []).append(errand)
-            places[len(found)] = key
-            found.append(self._cache.get(key))
-        for workers, errands in queues.items():
-            workers.run(errands)
-        for number, key in places.items():
-            if key in asked and (reply := asked[key].reply) is not None:
-                found[number] = reply.result
-        self._remember(asked)
-        whole = [result or RewardResult(None, error="no worker replied") for result in found]
-        self._counts["timed_out"] += sum(
-            errand.reply is not None and errand.reply.timed_out for errand in asked.values()
-        )
-        self._report(parts, whole)
-        return whole
+                by_workers[number] = chosen.within(self._sandbox)
+        if over_network:
+            found |= self._over_network(parts, over_network)
+        if by_workers:
+            found |= self._by_workers(parts, by_workers)
+        results = [found[number] for number in range(len(parts))]
+        for (kind, sample), result in zip(parts, results, strict=True):
+            if result.reward is None:
+                self._report(kind, sample, result)
+        return results
 
-    def _asked_elsewhere(self, parts: Sequence[tuple[RewardKind, Sample]]) -> dict[int, RewardResult]:
+    def _over_network(
+        self, parts: Sequence[tuple[RewardKind, Sample]], numbers: Sequence[int]
+    ) -> dict[int, RewardResult]:
         """Results of rewards with `asks_elsewhere`, by number. Each kind gets all its samples at once, without cached ones."""
         found: dict[int, RewardResult] = {}
         waiting: dict[bytes, dict[bytes, list[int]]] = {}  # settings -> content -> numbers
-        for number, (kind, sample) in enumerate(parts):
-            if not kind.asks_elsewhere:
-                continue
+        for number in numbers:
+            kind, sample = parts[number]
             key = content(kind, sample)
             if key in self._cache:
                 found[number] = self._cache[key]
@@ -157,57 +153,79 @@ class Rewarder:
             kind = parts[next(iter(by_content.values()))[0]][0]
             if settings not in self._opened:
                 self._opened[settings] = kind.open(self._calls, self._check)
-            results = self._opened[settings].reward([parts[numbers[0]][1] for numbers in by_content.values()])
-            for (key, numbers), result in zip(by_content.items(), results, strict=True):
-                found |= dict.fromkeys(numbers, result)
-                self._counts["cached"] += len(numbers) - 1
+            results = self._opened[settings].reward([parts[same[0]][1] for same in by_content.values()])
+            for (key, same), result in zip(by_content.items(), results, strict=True):
+                found |= dict.fromkeys(same, result)
+                self._counts["cached"] += len(same) - 1
                 if result.reward is not None:
-                    self._cache[key] = result
+                    self._remember(key, result)
         return found
 
-    def _at_hand(self, kind: RewardKind, sample: Sample) -> RewardResult | tuple[RewardKind, bytes, Errand]:
-        """The result if no worker is needed; else the chosen reward, its cache key, and the errand to send."""
-        chosen = kind.chosen(sample.prompt.fields)
-        if isinstance(chosen, str):
-            return RewardResult(None, error=chosen)
-        chosen = chosen.within(self._sandbox)
-        try:
-            if chosen.in_process:
-                return give(chosen, sample)
-            request = Request(kind, self._sandbox, sample, chosen.limit(sample))
-            errand = Errand(write_request(request), chosen.bounds, request.limit, own_time=chosen.forks)
-            return chosen, content(chosen, sample), errand
-        except (ValueError, TypeError, RecursionError, OverflowError) as error:  # from fields; the text is plain text
-            return RewardResult(None, error=f"the prompt's fields cannot be used: {type(error).__name__}: {error}")
+    def _by_workers(
+        self, parts: Sequence[tuple[RewardKind, Sample]], chosen: Mapping[int, RewardKind]
+    ) -> dict[int, RewardResult]:
+        """Results of the chosen rewards, by number. Equal requests are sent once."""
+        found: dict[int, RewardResult] = {}
+        sent: dict[bytes, RewardJob] = {}
+        waiting: dict[int, bytes] = {}  # number -> cache key
+        queues: dict[Pool, list[RewardJob]] = {}
+        for number, kind in chosen.items():
+            named, sample = parts[number]
+            try:
+                request = Request(named, self._sandbox, sample, kind.limit(sample))
+                job = RewardJob(write_request(request), kind.bounds, request.limit, own_time=kind.forks)
+                key = content(kind, sample)
+            except FIELD_ERRORS as error:
+                found[number] = _unusable(error)
+                continue
+            if key in self._cache or key in sent:
+                self._counts["cached"] += 1
+            else:
+                sent[key] = job
+                queues.setdefault(self._pool(kind), []).append(job)
+            if key in self._cache:
+                found[number] = self._cache[key]
+            else:
+                waiting[number] = key
+        for workers, jobs in queues.items():
+            workers.run(jobs)
+        for number, key in waiting.items():
+            reply = sent[key].reply
+            found[number] = RewardResult(None, error="no worker replied") if reply is None else reply.result
+        for key, job in sent.items():
+            if (reply := job.reply) is not None:
+                self._counts["timed_out"] += reply.timed_out
+                if reply.result.reward is not None or reply.lasting:  # other failures may be the machine's fault
+                    self._remember(key, reply.result)
+        return found
 
     def _pool(self, kind: RewardKind) -> Pool:
         """The pool that runs a reward. Rewards with `keeps_process` get their own, which ends with the stage."""
         if kind.forks or not kind.sees_prompt:
-            return self._forks if kind.in_fork else pool(kind.walls(self._sandbox))
-        key = "fork" if kind.in_fork else kind.walls(self._sandbox), kind.label
+            return self._forks if kind.in_fork else pool(kind.worker_sandbox(self._sandbox))
+        key = "fork" if kind.in_fork else kind.worker_sandbox(self._sandbox), kind.label
         if key not in self._kept:
             self._kept[key] = Pool(key[0], size=1, functions=self._forks.functions)
         return self._kept[key]
 
-    def _remember(self, asked: Mapping[bytes, Errand]) -> None:
-        """Caches rewards, and failures caused by answers. Other failures may be the machine's fault."""
-        for key, errand in asked.items():
-            if errand.reply is not None and (errand.reply.result.reward is not None or errand.reply.lasting):
-                self._cache[key] = errand.reply.result
+    def _remember(self, key: bytes, result: RewardResult) -> None:
+        self._cache[key] = result
         while len(self._cache) > CACHED:
             self._cache.popitem(last=False)
 
-    def _report(self, parts: Sequence[tuple[RewardKind, Sample]], results: Sequence[RewardResult]) -> None:
-        for (kind, sample), result in zip(parts, results, strict=True):
-            if result.reward is not None:
-                continue
-            self._counts["failed"] += 1
-            name, self.last_failure = kind.label, plain(result.error)
-            if self.say is None or self._said[name] == SAID:
-                continue
-            self._said[name] += 1
-            line = f"reward {name}: none for an answer to {sample.prompt.id}: {result.error}"
-            self.say(plain(line) + (" (further failures are counted only)" if self._said[name] == SAID else ""))
+    def _report(self, kind: RewardKind, sample: Sample, result: RewardResult) -> None:
+        """Count a failure, and report the first ones of each reward."""
+        self._counts["failed"] += 1
+        name, self.last_failure = kind.label, plain(result.error)
+        if self.say is None or self._reported[name] == REPORTED:
+            return
+        self._reported[name] += 1
+        line = f"reward {name}: none for an answer to {sample.prompt.id}: {result.error}"
+        self.say(plain(line) + (" (further failures are only counted)" if self._reported[name] == REPORTED else ""))
+
+
+def _unusable(error: Exception) -> RewardResult:
+    return RewardResult(None, error=f"the prompt's fields cannot be used: {type(error).__name__}: {error}")
 
 
 def _close(forks: Pool, kept: Mapping[tuple[str, str], Pool]) -> None:
@@ -273,14 +291,14 @@ def check_rewards(
             kind, sample = some[0]
             raise RecipeError(
                 f"rewards: {kind.label} gives no reward in domain {plain(domain)!r}, tried on {len(some)} prompts. "
-                f"The first, {plain(sample.prompt.id)}: {plain(found[0].error)}. Mend the reward or the prompts' fields."
+                f"The first, {plain(sample.prompt.id)}: {plain(found[0].error)}. Fix the reward or the prompts' fields."
             )
     rewarder.drain()
     rewarder.say = say  # set only now: problems here are reported once, by the error
     return rewarder
 
 
-def doubts(rewarder: Rewarder, prompts: Sequence[Prompt]) -> list[str]:
+def reward_warnings(rewarder: Rewarder, prompts: Sequence[Prompt]) -> list[str]:
     """Warnings, one per domain, if the prompts suggest that every answer will be counted as wrong."""
     found: dict[str, list[tuple[str, str]]] = {}
     for prompt in prompts:

@@ -1,23 +1,156 @@
-"""Rewards that read the text of an answer: exact match, numbers, a regular expression, a JSON schema."""
+"""Rewards that read the text of an answer: exact match, numbers, a regular expression, a JSON schema, mathematical equality.
+
+First come the functions that find the answer in a text. They are linear in the text and never raise on garbage.
+"""
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
-from typing import Any, Literal
+import unicodedata
+from collections.abc import Mapping, Sequence
+from decimal import Decimal
+from fractions import Fraction
+from typing import Any, Literal, NamedTuple
 
 from pydantic import Field, field_validator, model_validator
 
-from opd import registry
-from opd.data.tasks import GYM, TASK, get_task
 from opd.records import Prompt, RewardResult, Sample
-from opd.rewards import answers
-from opd.rewards.answers import guard_reasoning_gym
 from opd.rewards.reward import MISSING, RewardKind, right
 
+LONGEST = 20_000  # characters at the end that are searched for a number
+DIGITS = 400  # a longer number, or a larger exponent, is not an answer
+FENCE = re.compile(r"^[ \t]*```[ \t]*([\w+-]*)[^\n]*\n(.*?)^[ \t]*```", re.MULTILINE | re.DOTALL)
+FRACTION = re.compile(r"\\[dt]?frac\{([-+]?[\d.,]+)\}\{([\d.,]+)\}")
+NUMBER = re.compile(
+    r"(?P<sign>(?<![\w)\]}])[-+])?\$?"
+    r"(?P<whole>\d{1,3}(?:,\d{3})+(?!\d)|\d+)?(?P<part>\.\d+)?(?(whole)|(?(part)|(?!)))"
+    r"(?:[eE](?P<exponent>[-+]?\d+)| ?(?:\\times|\\cdot|×|·|\*) ?10(?:\^|\*\*)\{?(?P<power>[-+]?\d+)\}?)?"
+    r"(?: ?/ ?(?P<divisor>\d+(?:\.\d+)?))?"
+    r"(?P<percent> ?\\?%)?",
+    re.ASCII,
+)
+ARTICLES = re.compile(r"\b(?:a|an|the)\b", re.IGNORECASE)
+PLAIN = {"\u2212": "-", "{,}": ",", "\\,": ",", "\\!": "", "\\$": "$"}
+
+
+class Number(NamedTuple):
+    value: Fraction
+    percent: bool = False
+
+
+def written(reference: Any) -> str:
+    """A reference as text, including integers of any length."""
+    return str(Decimal(reference)) if type(reference) is int else str(reference)
+
+
+def boxed(text: str) -> str | None:
+    r"""The content of the last \boxed{…} with closed braces.
+
+    >>> boxed(r"so \boxed{\frac{1}{2}}.")
+    '\\frac{1}{2}'
+    """
+    start = text.rfind("\\boxed{")
+    if start < 0:
+        return None
+    depth, begin = 1, start + len("\\boxed{")
+    for brace in re.finditer(r"[{}]", text[begin:]):
+        depth += 1 if brace.group() == "{" else -1
+        if depth == 0:
+            return text[begin : begin + brace.start()]
+    return None
+
+
+def solution_end(text: str) -> str | None:
+    r"""The final answer of a worked solution: after `####`, as in GSM8K, or in \boxed{…}. None: not a worked solution.
+
+    >>> solution_end("3 * 4 = <<3*4=12>>12\n#### 12")
+    '12'
+    """
+    marked = text.rpartition("####")
+    return marked[2].strip() if marked[1] else boxed(text)
+
+
+def last_line(text: str) -> str:
+    return next((line.strip() for line in reversed(text.splitlines()) if line.strip()), "")
+
+
+def blocks(text: str) -> list[tuple[str, str]]:
+    """Language and content of every fenced block."""
+    return [(match.group(1).lower(), match.group(2)) for match in FENCE.finditer(text)]
+
+
+def extract(text: str, how: str) -> str | None:
+    """Extracts the answer: `all`, `last_line` or `boxed`. None: not found."""
+    if how == "boxed":
+        return boxed(text)
+    return last_line(text) if how == "last_line" else text.strip()
+
+
+def last_number(text: str, *, alone: bool = False) -> Number | None:
+    r"""Reads 1,234.5 · −3 · 2/3 · \frac{2}{3} · 1.5e3 · 1.5 \times 10^{3} · 50% · $20. None: no number, or far too long.
+
+    `alone`: the text must be the number and nothing else.
+
+    >>> last_number("from 1,200 to 50%")
+    Number(value=Fraction(50, 1), percent=True)
+    """
+    text = text[-LONGEST:]
+    for old, new in PLAIN.items():
+        text = text.replace(old, new)
+    text = FRACTION.sub(r"\1/\2", text)
+    match = NUMBER.fullmatch(text.strip()) if alone else None
+    if not alone:
+        for match in NUMBER.finditer(text):  # noqa: B007
+            pass
+    return None if match is None else _number(match)
+
+
+def _number(match: re.Match[str]) -> Number | None:
+    whole, part = (match["whole"] or "").replace(",", ""), match["part"] or ""
+    exponent = match["exponent"] or match["power"] or "0"
+    if max(len(whole) + len(part), len(match["divisor"] or "")) > DIGITS:
+        return None
+    if len(exponent) > 5 or abs(int(exponent)) > DIGITS:
+        return None
+    value = Fraction((match["sign"] or "") + (whole or "0") + part) * Fraction(10) ** int(exponent)
+    if match["divisor"]:
+        divisor = Fraction(match["divisor"])
+        if not divisor:
+            return None
+        value /= divisor
+    return Number(value, match["percent"] is not None)
+
+
+def close(answer: Number, reference: Number, relative: float, absolute: float) -> bool:
+    """Whether both are equal within the larger tolerance. A percentage is read both ways: 50% is 50 and 0.5."""
+    scales = [Fraction(1)]
+    if answer.percent != reference.percent:
+        scales.append(Fraction(1, 100) if answer.percent else Fraction(100))
+    room = max(Fraction(absolute), Fraction(relative) * abs(reference.value))
+    return any(abs(answer.value * scale - reference.value) <= room for scale in scales)
+
+
+def normalise(text: str, ignore: Sequence[str]) -> str:
+    """Removes differences that do not count.
+
+    >>> normalise(" The Cat. ", ["case", "punctuation", "articles", "space"])
+    'cat'
+    """
+    if "case" in ignore:
+        text = text.casefold()
+    if "punctuation" in ignore:
+        text = "".join(letter for letter in text if not unicodedata.category(letter).startswith("P"))
+    if "articles" in ignore:
+        text = ARTICLES.sub("", text)
+    return "".join(text.split()) if "space" in ignore else text.strip()
+
+
+# --- The kinds ---
+
+
 Extract = Literal["auto", "all", "last_line", "boxed"]
-WHERE = "where the answer stands; auto: all of it (exact), the boxed or else last number (numeric)"
+WHERE = "where the answer is; auto: all of it (exact), the boxed or else last number (numeric)"
 
 
 class Referenced(RewardKind):
@@ -44,11 +177,11 @@ class Exact(Referenced):
     )
 
     def doubt(self, prompt: Prompt) -> str:
-        known = [answers.written(reference) for reference in self.references(Sample(prompt, ""))]
-        ends = [answers.solution_end(text) for text in known]
+        known = [written(reference) for reference in self.references(Sample(prompt, ""))]
+        ends = [solution_end(text) for text in known]
         if not known or any(self._can_match(text, end) for text, end in zip(known, ends, strict=True)):
             return ""
-        number = answers.last_number(ends[0] or "", alone="####" not in known[0])
+        number = last_number(ends[0] or "", alone="####" not in known[0])
         fits = "maths" if number is None else "numeric"
         return (
             f"the prompts' {self.field!r} is a worked solution that ends in {known[0].strip()[-20:]!r}, and an answer is right only "
@@ -58,17 +191,17 @@ class Exact(Referenced):
     def _can_match(self, text: str, end: str | None) -> bool:
         """Whether an answer can be expected to match a reference. `end`: the final answer of a worked solution."""
         on_its_line = self.extract == "last_line" and "\n" not in text.strip()
-        return not end or on_its_line or answers.normalise(text, self.ignore) == answers.normalise(end, self.ignore)
+        return not end or on_its_line or normalise(text, self.ignore) == normalise(end, self.ignore)
 
     def reward(self, sample: Sample) -> RewardResult:
         wanted = self.references(sample)
         if not wanted:
             return MISSING
-        answer = answers.extract(sample.text, "all" if self.extract == "auto" else self.extract)
+        answer = extract(sample.text, "all" if self.extract == "auto" else self.extract)
         if answer is None:
             return right(False, "no boxed answer")
-        answer = answers.normalise(answer, self.ignore)
-        return right(any(answer == answers.normalise(answers.written(reference), self.ignore) for reference in wanted))
+        answer = normalise(answer, self.ignore)
+        return right(any(answer == normalise(written(reference), self.ignore) for reference in wanted))
 
 
 class Numeric(Referenced):
@@ -81,19 +214,19 @@ class Numeric(Referenced):
     absolute: float = Field(0.0, ge=0, allow_inf_nan=False, description="largest absolute difference of two numbers")
 
     def reward(self, sample: Sample) -> RewardResult:
-        known = [answers.last_number(answers.written(reference)) for reference in self.references(sample)]
+        known = [last_number(written(reference)) for reference in self.references(sample)]
         wanted = [reference for reference in known if reference is not None]
         if not wanted:
-            return RewardResult(None, error=f"the prompt's {self.field!r} holds no number")
-        text = answers.boxed(sample.text) if self.extract == "auto" else answers.extract(sample.text, self.extract)
+            return RewardResult(None, error=f"the prompt's {self.field!r} contains no number")
+        text = boxed(sample.text) if self.extract == "auto" else extract(sample.text, self.extract)
         if text is None:
             if self.extract != "auto":
                 return right(False, "no boxed answer")
             text = sample.text
-        found = answers.last_number(text, alone=self.extract == "all")
+        found = last_number(text, alone=self.extract == "all")
         if found is None:
             return right(False, "no number")
-        return right(any(answers.close(found, reference, self.tolerance, self.absolute) for reference in wanted))
+        return right(any(close(found, reference, self.tolerance, self.absolute) for reference in wanted))
 
 
 class Format(RewardKind):
@@ -140,7 +273,7 @@ class Json(RewardKind):
             schema = json.loads(schema)
         if not isinstance(schema, Mapping):
             return RewardResult(None, error="no JSON schema: neither json_schema in the recipe nor a field `schema`")
-        fenced = [content for language, content in answers.blocks(sample.text) if language in ("json", "")]
+        fenced = [content for language, content in blocks(sample.text) if language in ("json", "")]
         try:
             found = json.loads(fenced[-1] if fenced else sample.text, parse_constant=_refuse_constant)
         except (ValueError, RecursionError) as error:
@@ -172,7 +305,7 @@ class Maths(Referenced):
 
         wanted: list[Any] = []
         for reference in self.references(sample):
-            text = answers.written(reference)
+            text = written(reference)
             wanted += parse(f"${text}$", parsing_timeout=None) or parse(text, parsing_timeout=None)
         if not wanted:
             return RewardResult(None, error=f"math-verify cannot read the prompt's {self.field!r}")
@@ -180,73 +313,3 @@ class Maths(Referenced):
         if not found:
             return right(False, "no mathematical expression")
         return right(bool(equal(wanted, found, timeout_seconds=None, raise_on_error=True)))
-
-
-# --- The prompt's own verifier: a task's, reasoning-gym's, or the reward kind that a row names ---
-
-
-IN_ROWS = (
-    "exact",
-    "numeric",
-    "maths",
-    "code",
-    "json",
-)  # what a row may name: nothing that runs code it chooses
-
-
-class Verifier(RewardKind):
-    """Uses the verifier that each prompt names."""
-
-    name = "verifier"
-    by_default = True
-    asks_prompt = True
-
-    def covers(self, prompt: Prompt) -> bool:
-        return "verifier" in prompt.fields
-
-    def chosen(self, fields: Mapping[str, Any]) -> RewardKind | str:
-        name = fields.get("verifier")
-        if not isinstance(name, str):
-            return "the prompt names no verifier"
-        general = {"weight": self.weight, "time_limit": self.time_limit}
-        if name.startswith(TASK):
-            return TaskVerifier(**general)
-        if name.startswith(GYM):
-            has_entry = isinstance(fields.get("entry"), Mapping)
-            return GymVerifier(**general) if has_entry else "the prompt has no `entry` for its scorer"
-        if name in IN_ROWS:
-            found = registry.find("reward", name)(**general)
-            assert isinstance(found, RewardKind)
-            return found
-        return f"unknown verifier {name!r}"
-
-
-class TaskVerifier(RewardKind):
-    """Checks answers of a built-in task."""
-
-    name = "task"
-    in_process = True
-
-    def reward(self, sample: Sample) -> RewardResult:
-        name = str(sample.prompt.fields["verifier"]).removeprefix(TASK)
-        return right(get_task(name).verify(sample.prompt, sample.text))
-
-
-class GymVerifier(RewardKind):
-    """Uses reasoning-gym's scorer. Several scorers evaluate the answer: see `answers.guard_reasoning_gym` and `worker`."""
-
-    name = "reasoning_gym"
-    evaluates = True
-    package = "reasoning_gym"
-    install = "pip install reasoning_gym"
-
-    def load(self) -> None:
-        super().load()
-        guard_reasoning_gym()
-
-    def reward(self, sample: Sample) -> float:
-        import reasoning_gym
-
-        fields = sample.prompt.fields
-        score = reasoning_gym.get_score_answer_fn(str(fields["verifier"]).removeprefix(GYM))
-        return float(score(answer=sample.text.strip(), entry=fields["entry"]))

@@ -13,22 +13,26 @@ Evaluation, the start-up table and `opd.Sampler` draw answers in memory with the
 from __future__ import annotations
 
 import copy
-import itertools
+import json
 import sys
-from collections import deque
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from functools import partial
+from typing import Annotated, Any, Protocol
 
 import numpy as np
+import torch
 
 from opd.common.context import Peers
-from opd.common.errors import DataError, TrainingError
-from opd.data.render import render_prompt, response_text
-from opd.data.sources import PromptSource
+from opd.common.errors import DataError, TrainingError, UserError
+from opd.common.text import shortened
+from opd.data.prompts import render_prompt, response_text
+from opd.data.sources import PromptSource, Source
 from opd.engines.alongside import LoggingSampler
-from opd.engines.draws import request_key, uniforms
-from opd.engines.requests import why_over
+from opd.engines.kinds import SAMPLERS, SamplerKind
+from opd.engines.requests import request_key, uniforms, weights_of
+from opd.models.language_model import LanguageModel
 from opd.objective.batch import Written
 from opd.records import (
     Author,
@@ -43,16 +47,22 @@ from opd.records import (
     TokenSampler,
     Visit,
 )
-from opd.rollouts.environments import Environment, Step, Turn
-from opd.rollouts.replay import RunSource
+from opd.registry import validate_settings
+from opd.rollouts.episodes import Dialogues, Playing, TurnSink, TurnSource
+from opd.rollouts.pace import Pace
+from opd.rollouts.replay import RunSource, numbered_prompt
 from opd.rollouts.settings import Rollouts
-from opd.rollouts.writers import AUTHORS, Writer, WriterContext
+from opd.rollouts.writers import AUTHORS, DataWriter, ReplayWriter, Writer, WriterContext
 from opd.store import RolloutStore
+from opd.store.rollouts import Replay
 
 COMMIT_TOKENS = 512  # group commit: tokens buffered before they are written
 DEMONSTRATION = "/demonstration"  # appended to the id of the answer that it replaces
 SAMPLED_UNDER = "sampled_under"  # in a rollout's extras: ids of the prompt that it was sampled from
-REPLAY = "replay"  # source of rollouts drawn by an earlier run
+REPLAY = "replay"  # source of rollouts drawn by an earlier run or step
+SAMPLED = ("student", "mixed")  # sources of answers that can be trained on again
+LOST_STEPS = 3  # in a row without a rollout that its environment finished end the run
+PLAIN_TEXT = DataWriter()
 TRAJECTORY_DRAW = -1  # sample number that keys the choice of writer
 
 
@@ -65,7 +75,7 @@ class Planned:
     writer: Writer
     shown: Prompt | None = None
     source: str = ""  # the source noted in the store; default: the writer's
-    beside: str = ""  # set for a rollout outside the group of its visit
+    group_suffix: str = ""  # set for a rollout outside the group of its visit
     sampling: Sampling | None = None  # replaces the stage's sampling
 
 
@@ -80,19 +90,60 @@ class Rollouter:
     tokenizer: object
     sampling: Sampling
     store: RolloutStore
-    desk: WriterContext
+    context: WriterContext
     max_prompt_tokens: int
     max_length: int  # tokens of a sequence in the sampler
     replays: Mapping[int, RunSource] = field(default_factory=dict)  # by number: sources with stored answers
     exact: bool = False  # replay unfinished rollouts token by token instead of prefilling them
     check_stop: Callable[[], None] = lambda: None
-    on_token: Callable[[], None] = lambda: None
+    on_token: Callable[..., None] = lambda *token: (
+        None
+    )  # called for each token, without it if only its arrival is known
     ranks: Peers = field(default_factory=Peers)
-    environment: Environment | None = None
+    pace: Pace | None = None  # what changes from step to step
+    buffer: ReplayBuffer | None = None  # earlier answers that are trained on again
     consumed: int | None = 0  # stored rollouts of earlier steps and stages; None: unknown after a repair
-    looked_at: dict[str, np.ndarray] = field(default_factory=dict)  # prompt ids rendered in advance
-    _replay: dict[str, DurableTokens] = field(default_factory=dict)
+    rendered_ahead: dict[str, np.ndarray] = field(default_factory=dict)  # prompt ids rendered in advance
+    _replayed: dict[str, DurableTokens] = field(default_factory=dict)
     _playing: dict[str, Playing] = field(default_factory=dict)
+    _lost_steps: int = 0  # in a row, in which every rollout in an environment was lost
+
+    def __post_init__(self) -> None:
+        self._dialogues = Dialogues(self.tokenizer, self.sampling.stop_ids)
+        self.everyone: list[Writer] = self.spec.everyone
+        self._by_sample: list[Writer | None] = self.spec.by_sample
+        self._shares = [writer.share for writer in self.everyone[:-1]]
+        played = [source.environment or self.spec.environment for source in self.sources]
+        grows = any(one is not None and one.curriculum != "none" for one in played)
+        self.varies = self.pace is not None or self.buffer is not None or grows
+        self._step: int | None = None
+
+    def begin_step(self, step: int) -> list[Visit]:
+        """Set what a step's shares are. Returns the visits whose stored answers it trains on again."""
+        self._step = step
+        shares = {key: writer.share for key, writer in self.spec.writers_by_key.items()}
+        if self.pace is not None:
+            shares |= self.pace.shares(step)
+            limit = self.pace.limit(step)
+            self.sampling = replace(self.sampling, max_new_tokens=limit)
+            self.context = replace(self.context, max_new_tokens=limit)
+        if self.buffer is None:
+            self._shares = [shares[key] for key in self.spec.writers_by_key][:-1]
+            return []
+        again = sum(shares[key] for key in self.spec.replaying)
+        drawn = self.ranks.share(partial(self.buffer.draw, self, step, again))
+        rest = 1 - again if drawn is not None and again < 1 else 1.0  # until the buffer is ready, the student answers
+        self._shares = [
+            0.0 if writer.replays else shares[key] / rest for key, writer in list(self.spec.writers_by_key.items())[:-1]
+        ]
+        return [self.buffer.visit(prompt_id, visit, step) for prompt_id, visit in drawn or ()]
+
+    def pace_metrics(self, rollouts: Sequence[Rollout]) -> dict[str, float]:
+        """The shares of a batch that writers had, counted in its rollouts; and the limit, if it grows."""
+        sources = Counter(rollout.source.partition(":")[0] for rollout in rollouts)
+        found: dict[str, float] = {f"written/{name}": count / len(rollouts) for name, count in sorted(sources.items())}
+        ahead = self.spec.staleness  # another thread's rollouter has the limit then
+        return found if self.spec.length_schedule is None or ahead else found | {"limit": self.sampling.max_new_tokens}
 
     def collect(
         self,
@@ -109,13 +160,19 @@ class Rollouter:
         planned: dict[str, Planned] = {}
         unshown = 0
         for visit in visits:
+            if visit.replay:
+                planned |= self._repeated(visit)
+                continue
+            if visit.prompt.plain:
+                planned[self.rollout_id(visit, 0)] = Planned(visit, 0, PLAIN_TEXT)
+                continue
             writer, shown = self._chosen(visit)
             unshown += writer is None
-            writer = writer or self.spec.everyone[-1]
-            for sample, other in enumerate(self.spec.by_sample):
+            writer = writer or self.everyone[-1]
+            for sample, other in enumerate(self._by_sample):
                 plan = Planned(visit, sample, writer, shown) if other is None else Planned(visit, sample, other)
                 if planned.setdefault(self.rollout_id(visit, sample), plan) is not plan:
-                    raise _twice(visit.prompt)
+                    raise _duplicate(visit.prompt)
         prompts = self.rendered(visits) if prompts is None else prompts
         written = self.carry_out(planned, version, prompts, durable=durable)
         written.prompts, written.unshown = len(visits), unshown
@@ -124,15 +181,21 @@ class Rollouter:
     def for_thread(self, student: TokenSampler | LoggingSampler, check_stop: Callable[[], None]) -> Rollouter:
         """A copy for another thread with its own sampler. It gets its own tokenizer, because tokenizers change their settings while they encode."""
         tokenizer = copy.deepcopy(self.tokenizer)
-        desk = replace(self.desk, tokenizer=tokenizer, student=student)
+        context = replace(self.context, tokenizer=tokenizer, student=student)
         return replace(
-            self, tokenizer=tokenizer, desk=desk, check_stop=check_stop, looked_at={}, _replay={}, _playing={}
+            self,
+            tokenizer=tokenizer,
+            context=context,
+            check_stop=check_stop,
+            rendered_ahead={},
+            _replayed={},
+            _playing={},
         )
 
     def rendered(self, visits: Sequence[Visit]) -> dict[str, np.ndarray]:
         """Prompt id -> token ids of the visits' prompts."""
         found = {visit.prompt.id: self.prompt_ids(visit.prompt, self.sources[visit.source]) for visit in visits}
-        self.looked_at.clear()  # including those of visits that were not used
+        self.rendered_ahead.clear()  # including those of visits that were not used
         return found
 
     def carry_out(
@@ -146,14 +209,14 @@ class Rollouter:
         """Write the planned rollouts, by id. `prompts`: token ids by prompt, if known."""
         sampled = [plan for plan in planned.values() if plan.visit.source not in self.replays]
         writers: dict[tuple[str, str], Writer] = {
-            (plan.writer.source(plan.visit, self.desk), plan.writer.author): plan.writer for plan in sampled
+            (plan.writer.source(plan.visit, self.context), plan.writer.author): plan.writer for plan in sampled
         }
-        requests, finished, continued = self.ranks.share(lambda: self._requests(planned, version, prompts))
+        requests, finished, continued = self.ranks.share(partial(self._requests, planned, version, prompts))
         for (source, author), wanted in requests.items():
-            self._sample(writers[source, author].sampler(source, self.desk), wanted, AUTHORS[author])
+            self._sample(writers[source, author].sampler(source, self.context), wanted, AUTHORS[author])
         self.store.commit(sync=durable)
         self.consumed = None if self.consumed is None else self.consumed + len(planned)
-        return Written(list(planned), finished, continued)
+        return Written(list(planned), finished, continued, resumed=finished + continued > 0)
 
     def _requests(
         self, planned: Mapping[str, Planned], version: int, prompts: Mapping[str, np.ndarray] | None
@@ -165,28 +228,37 @@ class Rollouter:
         if prompts is None:
             prompts = {plan.visit.prompt.id: self._rendered(plan.visit.prompt, plan) for plan in planned.values()}
         shown = {name: self._rendered(plan.shown, plan) for name, plan in planned.items() if plan.shown is not None}
-        durable, finished = self._take_up(planned, prompts, shown)
+        durable, finished = self._load_durable(planned, prompts, shown)
         requests: dict[tuple[str, str], list[SampleRequest]] = {}
         for rollout_id, plan in planned.items():
             if rollout_id in self.store.entries and rollout_id not in durable:
                 continue  # finished by an earlier process
             visit, writer, prompt_ids = plan.visit, plan.writer, prompts[plan.visit.prompt.id]
-            if visit.source in self.replays:
+            if visit.source in self.replays or visit.replay:
                 self._replay_stored(rollout_id, plan, prompt_ids, durable.get(rollout_id))
                 continue
-            source = writer.source(visit, self.desk)
+            source = writer.source(visit, self.context)
             if rollout_id not in durable:
                 self._begin(rollout_id, plan, source, prompt_ids, shown.get(rollout_id))
-            completion = writer.completion(visit, self.desk)
+            completion = writer.completion(visit, self.context)
             if completion is not None:
                 self._write(rollout_id, completion, AUTHORS[writer.author], version, durable.get(rollout_id))
             else:
                 key = request_key(self.seed, visit.prompt.id, visit.visit, plan.sample)
                 read = shown.get(rollout_id, prompt_ids)
                 request = SampleRequest(rollout_id, read, key, plan.sampling or self.sampling)
-                request = self._go_on(request, durable.get(rollout_id), writer, version)
-                if self.environment is not None and not plan.beside:
-                    request = self._play(request, visit.prompt, durable.get(rollout_id))
+                if rollout_id in durable and durable[rollout_id].response_ids.size:
+                    request = self._resumed(request, durable[rollout_id], writer, version)
+                if visit.prompt.environment is not None and not plan.group_suffix:
+                    request = replace(request, prefix_ids=None)
+                    self._playing[rollout_id] = Playing(
+                        self._dialogues.of(visit.prompt),
+                        request,
+                        visit.prompt,
+                        durable.get(rollout_id),
+                        Replay(self.store, rollout_id, begun=rollout_id in durable),
+                        self._step,
+                    )
                 requests.setdefault((source, writer.author), []).append(request)
         return requests, finished, len(durable)
 
@@ -199,17 +271,26 @@ class Rollouter:
             return rollout_id  # written by an earlier process
         durable = None if known is None else self.store.partial([rollout_id])[0]
         if durable is None:
-            plan = Planned(visit, failed.sample, self.spec.everyone[-1])
+            plan = Planned(visit, failed.sample, self.everyone[-1])
             self._begin(rollout_id, plan, source, failed.prompt_ids, None)
-        self._write(rollout_id, self.desk.completion(visit, text), Author.TEACHER, version, durable)
+        self._write(rollout_id, self.context.completion(visit, text), Author.TEACHER, version, durable)
         return rollout_id
 
     def rollout_id(self, visit: Visit, sample: int) -> str:
-        return f"{self.stage}/{visit.prompt.id}/{visit.visit}/{sample}"
+        again = f"/replay-{visit.replay}" if visit.replay else ""
+        return f"{self.stage}/{visit.prompt.id}/{visit.visit}/{sample}{again}"
+
+    def _repeated(self, visit: Visit) -> dict[str, Planned]:
+        """The group of a visit to a stored prompt."""
+        writer, suffix = ReplayWriter(), f"/replay-{visit.replay}"
+        return {
+            self.rollout_id(visit, sample): Planned(visit, sample, writer, group_suffix=suffix)
+            for sample in range(self.spec.samples)
+        }
 
     # Rollouts of an earlier process
 
-    def _take_up(
+    def _load_durable(
         self, planned: Mapping[str, Planned], prompts: Mapping[str, np.ndarray], shown: Mapping[str, np.ndarray]
     ) -> tuple[dict[str, Rollout], int]:
         """The unfinished rollouts of this batch with their durable tokens, and the number of finished ones."""
@@ -218,7 +299,7 @@ class Rollouter:
         }
         for rollout_id, entry in known.items():
             if self.consumed is not None and entry.number < self.consumed:
-                raise _twice(planned[rollout_id].visit.prompt)
+                raise _duplicate(planned[rollout_id].visit.prompt)
         open_ids = [rollout_id for rollout_id, entry in known.items() if entry.stop is None]
         finished = [rollout_id for rollout_id, entry in known.items() if entry.stop is not None]
         durable = dict(zip(open_ids, self.store.partial(open_ids), strict=True)) if open_ids else {}
@@ -228,31 +309,30 @@ class Rollouter:
             same = np.array_equal(rollout.prompt_ids, prompts[rollout.prompt_id])
             if not same or not (replayed or np.array_equal(sampled_under(rollout), read)):
                 raise DataError(
-                    f"prompt {rollout.prompt_id!r} reads differently now than when the run began. Its source has changed: put it back, "
+                    f"prompt {rollout.prompt_id!r} is rendered differently than when the run began. Its source has changed: restore it, "
                     "or start a new run."
                 )
         return durable, len(finished)
 
-    def _go_on(self, request: SampleRequest, durable: Rollout | None, writer: Writer, version: int) -> SampleRequest:
-        if durable is None or not durable.response_ids.size:
-            return request
-        versions = sorted({*durable.version.tolist(), version})
+    def _resumed(self, request: SampleRequest, durable: Rollout, writer: Writer, version: int) -> SampleRequest:
+        """The request to continue a rollout after its durable tokens."""
+        versions = sorted({*durable.version[durable.author == Author.STUDENT].tolist(), version})
         if writer.author == "student" and len(versions) > 1 and self.spec.mixed_versions == "refuse":
             raise TrainingError(
-                f"rollout {request.id!r} was begun by policy version {versions[0]} and would go on with version {version}; "
+                f"rollout {request.id!r} was begun by policy version {versions[0]} and would continue with version {version}; "
                 "rollout.mixed_versions is `refuse`. Set it to `allow`: every token keeps its own version and log-prob."
             )
         if self.exact:
-            self._replay[request.id] = DurableTokens(durable)
+            self._replayed[request.id] = DurableTokens(durable)
             return request
         return replace(request, prefix_ids=durable.response_ids)
 
     def prompt_ids(self, prompt: Prompt, source: PromptSource) -> np.ndarray:
-        known = self.looked_at.get(prompt.id)
+        known = self.rendered_ahead.get(prompt.id)
         ids = render_prompt(prompt, self.tokenizer, source.chat_template_kwargs) if known is None else known
         if ids.size > self.max_prompt_tokens:
             raise DataError(
-                f"prompt {prompt.id!r} has {ids.size} tokens, and at most {self.max_prompt_tokens} fit beside rollout.max_new_tokens "
+                f"prompt {prompt.id!r} has {ids.size} tokens, and at most {self.max_prompt_tokens} fit, given rollout.max_new_tokens "
                 f"{self.spec.max_new_tokens}. Shorten it, or lower rollout.max_new_tokens."
             )
         return ids
@@ -267,25 +347,21 @@ class Rollouter:
 
     def _chosen(self, visit: Visit) -> tuple[Writer | None, Prompt | None]:
         """The writer, and what it reads instead of the prompt. Without a writer there is nothing to show, and the student answers."""
-        writer = self._writer(visit)
+        writer = self.everyone[-1]
+        if len(self.everyone) > 1:
+            draw = uniforms(request_key(self.seed, visit.prompt.id, visit.visit, TRAJECTORY_DRAW), 0, 1)[0]
+            below = 0.0
+            for one, share in zip(self.everyone[:-1], self._shares, strict=True):
+                below += share
+                if draw < below:
+                    writer = one
+                    break
         if not writer.shows_more or visit.source in self.replays:
             return writer, None
         shown = writer.asks(visit.prompt)
         if shown is None or not self.fits(shown, visit):
             return None, None
         return writer, shown
-
-    def _writer(self, visit: Visit) -> Writer:
-        everyone: list[Writer] = self.spec.everyone
-        if len(everyone) == 1:
-            return everyone[0]
-        draw = uniforms(request_key(self.seed, visit.prompt.id, visit.visit, TRAJECTORY_DRAW), 0, 1)[0]
-        below = 0.0
-        for writer in everyone[:-1]:
-            below += writer.share
-            if draw < below:
-                return writer
-        return everyone[-1]
 
     def _begin(
         self, rollout_id: str, plan: Planned, source: str, prompt_ids: np.ndarray, shown: np.ndarray | None
@@ -294,7 +370,7 @@ class Rollouter:
         extras = {} if shown is None else {SAMPLED_UNDER: shown.tolist()}
         self.store.begin(
             id=rollout_id, prompt_id=prompt.id, visit=visit, sample=plan.sample, domain=prompt.domain, source=plan.source or source,
-            group=f"{prompt.id}/{visit}{plan.beside}", prompt_ids=prompt_ids, extras=extras,
+            group=f"{prompt.id}/{visit}{plan.group_suffix}", prompt_ids=prompt_ids, extras=extras,
         )  # fmt: skip
 
     def _write(
@@ -311,13 +387,17 @@ class Rollouter:
         self.store.finish(rollout_id, "length" if cut else "stop")
 
     def _replay_stored(self, rollout_id: str, plan: Planned, prompt_ids: np.ndarray, durable: Rollout | None) -> None:
-        """Store an answer of an earlier run, with its authors and the log-probs of the policy that drew it."""
+        """Store an answer of an earlier run or step, with its authors and the log-probs of the policy that drew it."""
         visit = plan.visit
-        stored = self.replays[visit.source].rollout(visit.prompt, plan.sample)
+        first = self.rollout_id(replace(visit, replay=0), plan.sample)
+        if visit.replay:
+            (stored,) = self.store.load([first])
+        else:
+            stored = self.replays[visit.source].rollout(visit.prompt, plan.sample)
         if not np.array_equal(stored.prompt_ids, prompt_ids):
             raise DataError(
-                f"prompt {visit.prompt.id!r} is rendered to other ids than in the run that answered it: another tokenizer or chat "
-                "template, other chat_template_kwargs, or a source that has changed. Put them back."
+                f"prompt {visit.prompt.id!r} is rendered to different ids than in the run that answered it: it has another tokenizer or chat "
+                "template, other chat_template_kwargs, or a source that has changed. Restore them."
             )
         if durable is None:
             shown = sampled_under(stored) if SAMPLED_UNDER in stored.extras else None
@@ -330,15 +410,11 @@ class Rollouter:
         self.store.append_many(TokenColumns(rollout_id, *columns), author)
         assert stored.stop is not None
         self.store.finish(rollout_id, stored.stop)
-
-    def _play(self, request: SampleRequest, prompt: Prompt, durable: Rollout | None) -> SampleRequest:
-        """The first turn of an episode, or the turn in which an earlier process was interrupted."""
-        assert self.environment is not None
-        playing = Playing(self.environment, request, prompt, self.tokenizer)
-        if durable is not None:
-            playing.play_again(durable)
-        self._playing[request.id] = playing
-        return playing.turn_request()
+        notes = self.store.entries[first].notes if visit.replay else {}
+        kept = ("reward", "feedback", "turn_rewards", "conversation", "lost")
+        known = {name: notes[name] for name in kept if name in notes}
+        if known:
+            self.store.note(rollout_id, **known)
 
     def _sample(
         self, sampler: TokenSampler | LoggingSampler, requests: Sequence[SampleRequest], author: Author
@@ -355,24 +431,74 @@ class Rollouter:
             self.store,
             author,
             playing,
-            skip=self._replayed,
+            replayed=self._replayed,
             check_stop=self.check_stop,
-            on_token=lambda token: self.on_token(),
+            on_token=self.on_token,
         )
+        if playing:
+            self._count_lost(list(playing.values()))
 
-    def _replayed(self, event: SampledToken) -> bool:
-        """Whether a token drawn again is already in the store."""
-        replay = self._replay.get(event.request_id)
-        return replay is not None and replay.holds(event)
+    def _count_lost(self, playing: Sequence[Playing]) -> None:
+        """Stop if environments fail for all rollouts of several steps: nothing would be learned."""
+        self._lost_steps = self._lost_steps + 1 if all(one.lost for one in playing) else 0
+        if self._lost_steps == LOST_STEPS:
+            raise TrainingError(
+                f"environment {playing[-1].environment.name} failed in every rollout of {LOST_STEPS} steps. The last reason: {playing[-1].lost}. "
+                "Fix it, then resume the run."
+            )
 
 
-class Sink(Protocol):
+# --- Answers that are trained on again ---
+
+
+@dataclass(frozen=True)
+class ReplayBuffer:
+    """The prompts of this stage that the student answered last, in steps that are trained on."""
+
+    writer: ReplayWriter
+    sources: Sequence[Source]
+
+    def draw(self, rollouter: Rollouter, step: int, share: float) -> list[tuple[str, int]] | None:
+        """The stored prompts that a step takes, each with its visit. A keyed draw for each prompt of the step decides. None: not ready."""
+        spec, store = rollouter.spec, rollouter.store
+        if rollouter.consumed is None:
+            raise TrainingError(
+                "replay: the rollout log was repaired, so it is unknown which answers have been trained on. Start a new run."
+            )
+        rows = self._rows(rollouter)
+        if not self.writer.ready(len(rows)):
+            return None
+        drawn = []
+        for number in range(spec.prompts):
+            coin, place = uniforms(request_key(rollouter.seed, REPLAY, step, number), 0, 2)
+            if coin < share and rows:
+                first = store.entries[rows.pop(int(place * len(rows)))]
+                drawn.append((first.prompt_id, first.visit))
+        return drawn
+
+    def _rows(self, rollouter: Rollouter) -> list[str]:
+        """The first answer of every prompt to draw from, oldest first."""
+        index, end = rollouter.store.index, rollouter.consumed or 0
+        own = [
+            code for code, name in enumerate(index.vocabularies["source"].texts) if name.partition(":")[0] in SAMPLED
+        ]
+        mask = np.isin(index["source"][:end], own) & (index["sample"][:end] == 0) & (index["stop"][:end] != 0)
+        newest = np.flatnonzero(mask)[-self.writer.capacity :]
+        ids = [json.loads(index.names[int(row)])[0] for row in newest]
+        return [name for name in ids if name.startswith(f"{rollouter.stage}/")]
+
+    def visit(self, prompt_id: str, visit: int, step: int) -> Visit:
+        for number, source in enumerate(self.sources):
+            prompt = numbered_prompt(source, prompt_id)
+            if prompt is not None:
+                return Visit(prompt, visit, number, replay=step)
+        raise DataError(f"prompt {prompt_id!r} is no longer in the sources of this stage. Restore them.")
+
+
+class Sink(TurnSink, Protocol):
     """Where tokens are written: the rollout store, or memory."""
 
     def append_many(self, tokens: TokenColumns, author: Author | np.ndarray = Author.STUDENT) -> None: ...
-    def extend(self, id: str, response_ids: np.ndarray, author: Author, version: int) -> None: ...
-    def finish(self, id: str, stop: StopReason) -> None: ...
-    def note(self, id: str, **facts: Any) -> None: ...
     def commit(self) -> None: ...
 
 
@@ -383,23 +509,25 @@ def draw_into(
     author: Author = Author.STUDENT,
     playing: Mapping[str, Playing] | None = None,
     *,
-    skip: Callable[[SampledToken], bool] = lambda token: False,
+    replayed: Mapping[str, DurableTokens] | None = None,
     check_stop: Callable[[], None] = lambda: None,
     on_token: Callable[[SampledToken], None] = lambda token: None,
 ) -> None:
     """Sample answers to requests. The tokens of one sampler step, one per request, go into the sink together.
 
-    `author`: the author of tokens for which the sampler gives none. `playing`: the episodes of requests in an environment. When a turn
-    ends, the environment's tokens are added and the next turn is requested, while the sampler works on the other requests.
+    `author`: the author of tokens for which the sampler gives none. `replayed`: tokens that are drawn again. `playing`: rollouts in an
+    environment, by id. When a turn ends, the environment's tokens are added and the next turn is requested, while the sampler works on
+    the other requests.
     """
     drawn: dict[str, SampledToken] = {}
-    playing, waiting = playing or {}, 0
-    turns: Any = TurnSource(requests)  # gives None when nothing is ready yet
+    playing, replayed, waiting = playing or {}, replayed or {}, 0
+    turns = TurnSource(requests, playing, sink, check_stop) if playing else None  # gives None when nothing is ready yet
+    source: Any = requests if turns is None else turns
     try:
-        for event in sampler.sample(turns if playing else requests):
+        for event in sampler.sample(source):
             if isinstance(event, SampledToken):
                 on_token(event)
-                if skip(event):
+                if event.request_id in replayed and replayed[event.request_id].holds(event):
                     continue
                 if event.request_id in drawn:  # the next step has begun
                     _keep(drawn, sink, author)
@@ -412,14 +540,15 @@ def draw_into(
                     waiting = 0
             elif isinstance(event, Finished):
                 _keep(drawn, sink, author)
-                episode = playing.get(event.request_id)
-                following = None if episode is None else episode.end_turn(event.stop, sink)
-                turns.ended(following)
-                if following is None:
-                    sink.finish(event.request_id, event.stop if episode is None else episode.stop)
+                if turns is None:
+                    sink.finish(event.request_id, event.stop)
+                else:
+                    turns.ended(event.request_id, event.stop)
             check_stop()
     finally:
         _keep(drawn, sink, author)
+        if turns is not None:
+            turns.close()
 
 
 def _keep(drawn: dict[str, SampledToken], sink: Sink, author: Author) -> None:
@@ -429,102 +558,6 @@ def _keep(drawn: dict[str, SampledToken], sink: Sink, author: Author) -> None:
         by = np.array([author if one is None else one for one in authors], dtype=np.uint8) if mixed else author
         sink.append_many(TokenColumns(ids, *map(np.array, columns)), by)
         drawn.clear()
-
-
-class TurnSource:
-    """Requests, some of which are added later. Gives None while another turn may follow."""
-
-    def __init__(self, requests: Iterable[SampleRequest]) -> None:
-        self._ready = deque(requests)
-        self._open = len(self._ready)  # requested and not ended
-
-    def ended(self, following: SampleRequest | None) -> None:
-        """A request has ended. `following`: the next turn of its rollout."""
-        if following is None:
-            self._open -= 1
-        else:
-            self._ready.append(following)
-
-    def __iter__(self) -> TurnSource:
-        return self
-
-    def __next__(self) -> SampleRequest | None:
-        if self._ready:
-            return self._ready.popleft()
-        if self._open <= 0:
-            raise StopIteration
-        return None
-
-
-class Playing:
-    """One rollout in its environment. `stop`: why the rollout ended."""
-
-    def __init__(self, environment: Environment, request: SampleRequest, prompt: Prompt, tokenizer: Any) -> None:
-        self._environment, self._request, self._tokenizer = environment, request, tokenizer
-        self._episode = environment.open(prompt, request.key, tokenizer)
-        self.ids: list[int] = []  # the response so far
-        self._start = self._turn = 0  # where the current turn begins, and its number
-        self._rewards: list[float | None] = []
-        self._feedback: list[str] = []
-        self.stop: StopReason = "env"
-
-    def turn_request(self) -> SampleRequest:
-        """A request for the turn that begins, or continues, after the tokens so far."""
-        whole = self._request.sampling
-        left = whole.max_new_tokens - self._start
-        sampling = replace(whole, max_new_tokens=min(left, self._environment.turn_tokens or left))
-        prefix = np.array(self.ids, dtype=np.int32) if self.ids else None
-        return replace(self._request, prefix_ids=prefix, start=self._start, sampling=sampling)
-
-    def end_turn(self, stop: StopReason, sink: Sink) -> SampleRequest | None:
-        """End the turn. Returns the next turn, or None at the end of the rollout, when rewards and feedback are noted."""
-        step = self._step(stop)
-        more = np.array(step.ids, dtype=np.int32)
-        over = step.done or self._turn == self._environment.turns or not more.size
-        if not over and len(self.ids) + more.size < self._request.sampling.max_new_tokens:
-            sink.extend(self._request.id, more, Author.ENV, -1)
-            self._begin_turn(more)
-            return self.turn_request()
-        self.stop = "env" if over else "length"
-        facts: dict[str, Any] = {}
-        if any(one is not None for one in self._rewards):
-            facts["turn_rewards"] = self._rewards
-        if self._feedback:
-            facts["feedback"] = "\n".join(self._feedback)
-        if facts:
-            sink.note(self._request.id, **facts)
-        return None
-
-    def _step(self, stop: StopReason) -> Step:
-        ids = np.array(self.ids[self._start :], dtype=np.int32)
-        text = response_text(ids, self._tokenizer, self._request.sampling.stop_ids)
-        step = self._episode.step(Turn(self._turn, text, ids, stop))
-        self._turn += 1
-        self._rewards.append(step.reward)
-        if step.feedback:
-            self._feedback.append(step.feedback)
-        return step
-
-    def _begin_turn(self, more: np.ndarray) -> None:
-        self.ids += more.tolist()
-        self._start = len(self.ids)
-
-    def play_again(self, durable: Rollout) -> None:
-        """Replay the stored turns. The environment must answer them as it did before."""
-        ids, own = durable.response_ids, durable.author != Author.ENV
-        begins = [0, *(np.flatnonzero(np.diff(own.astype(np.int8))) + 1).tolist(), ids.size]
-        for first, end in itertools.pairwise(begins):
-            part = ids[first:end]
-            if own[first:end].all():
-                self.ids += part.tolist()
-                continue
-            step = self._step(why_over(self.ids, self.turn_request(), self._tokenizer) or "length")
-            if not np.array_equal(np.array(step.ids, dtype=np.int32), part):
-                raise TrainingError(
-                    f"rollout {self._request.id!r}: environment {self._environment.name} answered turn {self._turn} differently than "
-                    "before the interruption. Its steps have to be a function of the prompt, the key and the turns."
-                )
-            self._begin_turn(part)
 
 
 class MemorySink:
@@ -581,31 +614,29 @@ class MemorySink:
         )
 
 
-@dataclass(frozen=True)
-class Play:
-    """How to play in-memory rollouts in an environment: the environment, and the prompts by request."""
-
-    environment: Environment
-    tokenizer: Any
-    prompts: Mapping[str, Prompt]
-
-
 def answers(
     sampler: TokenSampler,
     requests: Sequence[SampleRequest],
     check_stop: Callable[[], None] = lambda: None,
     on_token: Callable[[SampledToken], None] = lambda token: None,
-    play: Play | None = None,
+    prompts: Mapping[str, Prompt] | None = None,
+    tokenizer: Any = None,
     notes: dict[str, dict[str, Any]] | None = None,
 ) -> list[Rollout]:
-    """Rollouts in memory, in the order of the requests. `on_token`: called for each token as it is drawn. `notes`: receives the environment's notes, by id."""
+    """Rollouts in memory, in the order of the requests. `on_token`: called for each token as it is drawn.
+
+    `prompts`: by request. Those with an environment are played in it, which needs the `tokenizer`. `notes`: receives what
+    environments noted, by id.
+    """
     sink, playing = MemorySink(requests), dict[str, Playing]()
-    if play is not None:
+    if any(prompt.environment is not None for prompt in (prompts or {}).values()):
+        assert prompts is not None
+        dialogues = Dialogues(tokenizer, requests[0].sampling.stop_ids if requests else ())
         playing = {
-            request.id: Playing(play.environment, request, play.prompts[request.id], play.tokenizer)
+            request.id: Playing(dialogues.of(prompts[request.id]), request, prompts[request.id])
             for request in requests
+            if prompts[request.id].environment is not None
         }
-        requests = [playing[request.id].turn_request() for request in requests]
     draw_into(sampler, requests, sink, playing=playing, check_stop=check_stop, on_token=on_token)
     if notes is not None:
         notes |= sink.notes
@@ -643,9 +674,9 @@ def as_trained(rollout: Rollout) -> Rollout:
     return replace(rollout, logprob=unknown, logprob_sampled=unknown, logprob_stop=unknown)
 
 
-def _twice(prompt: Prompt) -> DataError:
+def _duplicate(prompt: Prompt) -> DataError:
     return DataError(
-        f"prompt {prompt.id!r} comes twice in one pass: two rows or two sources share its id. Give every prompt its own."
+        f"prompt {prompt.id!r} appears twice in one pass: two rows or two sources share its id. Give every prompt its own id."
     )
 
 
@@ -671,6 +702,124 @@ class DurableTokens:
             raise TrainingError(
                 f"rollout {known.id!r}, token {at}: drawn again it is {token.token} (log-prob {token.logprob:.9g}, version {token.version}), but the "
                 f"store holds {known.response_ids[at]} ({known.logprob[at]:.9g}, version {known.version[at]}). An exact resume needs the same "
-                "machine, versions and thread count; go on without it: opd resume RUN --mode prefill"
+                "machine, versions and thread count. Continue without it: opd resume RUN --mode prefill"
             )
         return True
+
+
+# --- `opd.Sampler`: sampling in Python. Answers to prompts, as rollouts in memory ---
+#
+# sampler = opd.Sampler(student, max_new_tokens=64)
+# rollouts = sampler.sample(opd.prompts("task:addition", 8), samples=4)
+
+
+ROOM = 256  # the least sequence length that is allocated
+
+
+class Sampler:
+    """Samples from a model with its current weights: shared with it or, if that is not possible, copied before every call.
+
+    Draws are keyed by (seed, prompt, visit, sample). Asking the same prompt again is another visit. `settings`: a recipe's
+    `sampler` keys. `stop_ids`: in addition to the model's own, for example its teacher's.
+    """
+
+    def __init__(
+        self,
+        model: LanguageModel,
+        *,
+        max_new_tokens: int = 128,
+        temperature: float = 1.0,
+        top_p: float = 1.0,
+        top_k: int = 0,
+        stop: Iterable[str] = (),
+        stop_ids: Iterable[int] = (),
+        seed: int = 0,
+        settings: Mapping[str, Any] | None = None,
+    ) -> None:
+        drawing = {"max_new_tokens": max_new_tokens, "temperature": temperature, "top_p": top_p, "top_k": top_k}
+        validate_settings("sampler", Rollouts, drawing)  # the same checks as for a recipe
+        self.model, self.version = model, 0
+        self.max_new_tokens, self.temperature, self.teacher_mix = max_new_tokens, temperature, 0.0
+        self.top_p, self.top_k = top_p, top_k
+        self._stop, self._stop_ids, self._seed = tuple(stop), tuple(stop_ids), seed
+        self._kind: SamplerKind = validate_settings("sampler", Annotated[SamplerKind, SAMPLERS], settings or {})
+        self._visits: Counter[str] = Counter()
+        self._opened: TokenSampler | None = None
+        self._room, self._swaps = 0, False
+        self._ends: tuple[tuple[int, ...], int] = (), 0  # stop ids, and how many ids it was opened with
+
+    def __repr__(self) -> str:
+        drawing = f"max_new_tokens={self.max_new_tokens}, temperature={self.temperature}"
+        cut = f", top_p={self.top_p}" * (self.top_p < 1) + f", top_k={self.top_k}" * (self.top_k > 0)
+        return f"Sampler({self.model.name!r}, {drawing}{cut}, seed={self._seed})"
+
+    @property
+    def sampling(self) -> Sampling:
+        """Uses the model's current stop ids, since a teacher opened later may have added some."""
+        stops = tuple(dict.fromkeys((*self.model.stop_ids, *self._stop_ids)))
+        return Sampling(self.max_new_tokens, self.temperature, self.top_p, self.top_k, stops, self._stop)
+
+    def sample(
+        self,
+        prompts: Prompt | str | Iterable[Prompt | str],
+        samples: int = 1,
+        on_token: Callable[[SampledToken], None] = lambda token: None,
+    ) -> list[Rollout]:
+        """`samples` answers to every prompt, or to a single prompt. One group per prompt, in order.
+
+        `on_token`: called for each token as it is drawn.
+        """
+        if samples < 1:
+            raise UserError(f"samples: expected at least 1 for each prompt, got {samples}.")
+        planned: dict[str, tuple[Prompt, int, int]] = {}
+        requests, sampling = [], self.sampling
+        for prompt in map(_prompt, [prompts] if isinstance(prompts, (Prompt, str, Mapping)) else prompts):
+            visit = self._visits[prompt.id]
+            self._visits[prompt.id] += 1
+            ids = render_prompt(prompt, self.model.tokenizer)
+            for number in range(samples):
+                name = f"{prompt.id}/{visit}/{number}"
+                planned[name] = prompt, visit, number
+                key = request_key(self._seed, prompt.id, visit, number)
+                requests.append(SampleRequest(name, ids, key, sampling))
+        if not requests:
+            return []
+        sampler = self._with_room(max(request.prompt_ids.size for request in requests))
+        self.version += 1
+        sampler.load(weights_of(self.model, self.version, self._swaps))
+        return [_identified(rollout, *planned[rollout.id]) for rollout in answers(sampler, requests, on_token=on_token)]
+
+    def text(self, rollout: Rollout) -> str:
+        """The response, decoded, without its stop token."""
+        return response_text(rollout.response_ids, self.model.tokenizer, self.sampling.stop_ids)
+
+    def _with_room(self, prompt_tokens: int) -> TokenSampler:
+        """Open a sampler for the longest prompt so far. Room doubles for longer ones; other stop ids open a new sampler."""
+        needed = prompt_tokens + self.max_new_tokens
+        ends = self.sampling.stop_ids, self.model.size
+        if self._opened is None or needed > self._room or ends != self._ends:
+            roomy = min(max(ROOM, 1 << (needed - 1).bit_length()), max(self.model.context, needed))
+            self._room, self._ends = max(self._room, roomy), ends
+            dtype = getattr(torch, self._kind.dtype) if self._kind.dtype else None
+            copy, lora = self.model.inference_copy(dtype), self.model.lora
+            self._swaps = lora is not None and self._kind.takes_adapters(self.model.module.config, lora)
+            if self._opened is not None:
+                self._kind.close(self._opened)
+            self._opened = self._kind.open(copy, self._room, merge_stop=ends[0])
+        return self._opened
+
+
+def _prompt(given: object) -> Prompt:
+    if isinstance(given, str):
+        return Prompt(id=given, domain="", text=given)
+    if not isinstance(given, Prompt):
+        raise UserError(
+            f"prompts: expected texts or opd.Prompts, got {type(given).__name__}: {shortened(given)}. "
+            'Messages are given as opd.Prompt(id="…", domain="…", messages=({"role": "user", "content": "…"},)).'
+        )
+    return given
+
+
+def _identified(rollout: Rollout, prompt: Prompt, visit: int, sample: int) -> Rollout:
+    group = f"{prompt.id}/{visit}"
+    return replace(rollout, prompt_id=prompt.id, visit=visit, sample=sample, domain=prompt.domain, group=group)

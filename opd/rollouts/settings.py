@@ -32,7 +32,7 @@ class Rollouts(BaseModel):
     top_p: float = Field(1.0, gt=0, le=1)
     top_k: Count = Field(0, le=10_000, description="0: no limit")
     stop: list[Word] = Field(
-        default_factory=list, max_length=64, description="stop strings, beside the models' stop ids"
+        default_factory=list, max_length=64, description="stop strings, in addition to the models' stop ids"
     )
     data_share: Fraction = Field(
         0.0, description="share of prompts answered by the dataset's completion (GKD: 1 - lambda)"
@@ -44,6 +44,12 @@ class Rollouts(BaseModel):
     writers: Annotated[list[Annotated[Any, Family("writer")]], SHORT_FORMS["rollout.writers"]] = Field(
         default_factory=list, max_length=100, description="further writers, each with a share of the prompts"
     )
+    share_schedule: Annotated[Any, Family("share_schedule")] | None = Field(
+        None, description="how the writers' shares change during the stage: line, validation_loss"
+    )
+    length_schedule: Annotated[Any, Family("length_schedule")] | None = Field(
+        None, description="how the limit on new tokens grows up to max_new_tokens: line, matched"
+    )
     environment: AnyEnvironment | None = Field(
         None, description="what answers between the student's turns; default: one turn, and no environment"
     )
@@ -51,10 +57,10 @@ class Rollouts(BaseModel):
         None, description="answer prompts that all samples failed again, under a view (HDPO, KEPO)"
     )
     experience: Experience | None = Field(
-        None, description="a text that a model makes of a step's answers, for teachers' views to show (OEL)"
+        None, description="a text that a model writes about a step's answers, for teachers' views to show (OEL)"
     )
     demonstrations: Demonstrations | None = Field(
-        None, description="answers of a model behind a chat endpoint that replace those of the student that failed"
+        None, description="answers of a model at a chat endpoint, which replace the student's failed ones"
     )
     contrast: Count = Field(
         0,
@@ -70,10 +76,10 @@ class Rollouts(BaseModel):
         0, le=1000, description="steps that sampling may run ahead of training; 0: they take turns, in one thread"
     )
     in_flight: InFlight = Field(
-        "recompute", description="of staleness: rollouts that are under way when the student's new weights come"
+        "recompute", description="of staleness: unfinished rollouts when the student gets new weights"
     )
     mixed_versions: Literal["allow", "refuse"] = Field(
-        "allow", description="a rollout that was interrupted and would go on with newer weights"
+        "allow", description="an interrupted rollout that would continue with newer weights"
     )
 
     @model_validator(mode="after")
@@ -84,7 +90,7 @@ class Rollouts(BaseModel):
             raise ValueError("data_share + teacher_share is above 1")
         if self.data_share + self.teacher_share + sum(writer.share for writer in self.writers) > 1 + 1e-9:
             raise ValueError("data_share, teacher_share and the shares of writers add up to more than 1")
-        idle = [writer.name for writer in self.writers if not writer.share and not writer.samples]
+        idle = [writer.name for number, writer in enumerate(self.writers) if self._idle(number, writer)]
         if idle:
             raise ValueError(
                 f"writer {idle[0]} has no share of the prompts: set `share`, or `samples` for some of every group"
@@ -105,23 +111,58 @@ class Rollouts(BaseModel):
         resting = [writer.name for writer in self.writers if writer.takes_the_rest]
         if resting:
             raise ValueError(
-                f"writers cannot name {resting[0]}: the student has the prompts that the others leave. Lower their shares, "
+                f"writers cannot name {resting[0]}: the student answers the remaining prompts. Lower their shares, "
                 "and mix a teacher in with teacher_mix"
             )
         if self.teacher_mix and (self.temperature != 1 or self.top_p < 1 or self.top_k):
-            raise ValueError("teacher_mix draws from both models as they are: set temperature 1, top_p 1 and top_k 0")
+            raise ValueError(
+                "teacher_mix draws from both models without changes: set temperature 1, top_p 1 and top_k 0"
+            )
         if not self.staleness and self.in_flight != "recompute":
             raise ValueError(
-                f"in_flight {self.in_flight}: with staleness 0 no rollout is under way when new weights come"
-            )
-        if self.environment is not None and self.staleness:
-            raise ValueError(
-                f"environment {self.environment.name} with staleness {self.staleness}: turns are not played ahead of training yet. "
-                "Set staleness: 0"
+                f"in_flight {self.in_flight}: with staleness 0 no rollout is unfinished when the weights change"
             )
         if self.contrast and self.samples == 1:
             raise ValueError("contrast compares the samples of a prompt: set samples to 2 or more")
         return self
+
+    @model_validator(mode="after")
+    def _moving(self) -> Rollouts:
+        if len(self.replaying) > 1:
+            raise ValueError("writers name replay twice, and there is one buffer. Name it once")
+        if self.share_schedule is not None:
+            for mistake in self.share_schedule.mistakes(self.shares, self.replaying):
+                raise ValueError(f"share_schedule: {mistake}")
+            for number, writer in enumerate(self.writers):
+                if writer.samples and f"writers.{number}" in self.ever_positive:
+                    raise ValueError(
+                        f"share_schedule: writers.{number} ({writer.name}) has samples of every group, so it has no share of the prompts "
+                        "that could change. Drop `samples`, or its line"
+                    )
+        return self
+
+    def _idle(self, number: int, writer: Writer) -> bool:
+        return not writer.samples and f"writers.{number}" not in self.ever_positive
+
+    @property
+    def shares(self) -> dict[str, float]:
+        """The writers' shares as the recipe sets them, by key. The student answers the rest."""
+        fixed = {"data_share": self.data_share, "teacher_share": self.teacher_share}
+        return {**fixed, **{f"writers.{number}": writer.share for number, writer in enumerate(self.writers)}}
+
+    @property
+    def replaying(self) -> list[str]:
+        """Keys of the shares that replay."""
+        return [f"writers.{number}" for number, writer in enumerate(self.writers) if writer.replays]
+
+    @property
+    def ever_positive(self) -> set[str]:
+        """Keys of the shares that are above 0 at some step, and `student` if it ever answers the rest."""
+        if self.share_schedule is not None:
+            found: set[str] = self.share_schedule.ever(self.shares, self.replaying)
+            return found
+        rest = {"student"} if sum(self.shares.values()) < 1 - 1e-9 else set()
+        return {key for key, share in self.shares.items() if share} | rest
 
     @property
     def by_sample(self) -> list[Any]:
@@ -135,7 +176,7 @@ class Rollouts(BaseModel):
         """All writers by the key that asks for them, in the order in which a draw chooses them. The student comes last."""
         found = {}
         for name, share in (("data", self.data_share), ("teacher", self.teacher_share)):
-            if share:
+            if share or (self.share_schedule is not None and f"{name}_share" in self.ever_positive):
                 found[f"{name}_share"] = registry.find("writer", name)(share=share)
         found |= {f"writers.{number}": writer for number, writer in enumerate(self.writers)}
         rest = 1 - self.data_share - self.teacher_share - sum(writer.share for writer in self.writers)
@@ -164,13 +205,13 @@ class Hint(BaseModel):
 
     model_config = SETTINGS
     by: Literal["teacher", "student"] = Field("teacher", description="the prompt's own teacher, or the student")
-    template: str = Field(min_length=1, max_length=100_000, description="what it is asked, with {prompt} and {FIELD}")
+    template: str = Field(min_length=1, max_length=100_000, description="the question to it, with {prompt} and {FIELD}")
     max_new_tokens: Positive = 64
 
     @model_validator(mode="after")
     def _asks(self) -> Hint:
         if HINT in self.question.shows():
-            raise ValueError("the template of a hint cannot name {hint}, which it is to write")
+            raise ValueError("the template of a hint cannot name {hint}, which is its result")
         return self
 
     @property
@@ -188,7 +229,7 @@ class Rescue(BaseModel):
     attempts: Positive = Field(5, le=1000, description="until one is right; else the wrong answer stays")
     threshold: float = Field(1.0, description="the least reward of a right answer")
     trained_as: Literal["student", "teacher"] = Field(
-        "student", description="whose tokens they are to the terms of the objective (`on`)"
+        "student", description="as whose tokens the objective's terms (`on`) treat them"
     )
     hint: Hint | None = Field(None, description="written for each failed prompt, before the first attempt")
 
@@ -201,9 +242,9 @@ class Rescue(BaseModel):
 
     def mistakes(self, samples: int) -> Iterable[str]:
         if not self.view.reprompts:
-            yield f"the view {self.view.name} is no prompt that could be answered. Use template, instruction, context or feedback."
+            yield f"the view {self.view.name} does not show a prompt that can be answered. Use template, instruction, context or feedback."
         if self.view.as_sampled:
-            yield "the view same shows what the samples that failed have read. Choose one that shows more."
+            yield "the view same shows what the failed samples have read. Choose one that shows more."
         yield from self.view.idle_for_student
         if self.replace > samples:
             yield f"replace {self.replace} of rollout.samples {samples}. Lower it."
@@ -228,7 +269,7 @@ class Experience(BaseModel):
         "{trajectories}\n\nList briefly what can be learnt from these answers for questions of this kind.",
         min_length=1,
         max_length=100_000,
-        description="what it is asked; {trajectories} are questions, answers and, if there are any, rewards",
+        description="the question to it; {trajectories} are questions, answers and, if there are any, rewards",
     )
     trajectories: Positive = Field(4, le=1000, description="answers that it reads, drawn at random")
     max_new_tokens: Positive = 128
@@ -260,7 +301,7 @@ class Demonstrations(BaseModel):
         "{prompt}",
         min_length=1,
         max_length=100_000,
-        description="what is asked: `{prompt}` is the question, `{FIELD}` a column of its row",
+        description="the question: `{prompt}` is the question, `{FIELD}` a column of its row",
     )
     system: str | None = Field(None, min_length=1, max_length=100_000, description="system message of that question")
     below: float = Field(1.0, description="answers with a smaller reward are replaced")

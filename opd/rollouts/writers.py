@@ -13,15 +13,20 @@ import numpy as np
 from pydantic import Field
 
 from opd.common.errors import TrainingError
-from opd.data.render import render_completion
+from opd.data.prompts import render_completion
 from opd.records import Author, Prompt, TokenSampler, Visit
-from opd.registry import Choice, Count, Family, Fraction, StageView
+from opd.registry import Choice, Count, Family, Fraction, Positive, StageView
 
 if TYPE_CHECKING:
     from opd.engines.alongside import LoggingSampler
 
 
-AUTHORS = {"student": Author.STUDENT, "teacher": Author.TEACHER, "data": Author.DATA}
+AUTHORS = {
+    "student": Author.STUDENT,
+    "teacher": Author.TEACHER,
+    "data": Author.DATA,
+    "rejected": Author.REJECTED,
+}
 
 
 @dataclass(frozen=True)
@@ -51,16 +56,19 @@ class Writer(Choice):
     """A writer either samples (`sampler`) or has the answer already (`completion`)."""
 
     family = "writer"
-    author: ClassVar[Literal["student", "teacher", "data"]]  # the author of its tokens, for the objective's terms
-    reads_completions: ClassVar[bool] = False  # if so, prompts without a completion are found at the start
+    author: ClassVar[Literal["student", "teacher", "data", "rejected"]]  # of its tokens, for the objective's terms
+    reads: ClassVar[str] = ""  # the column with its answers; rows without one are found at the start
     samples_teacher: ClassVar[bool] = False  # uses the prompt's own teacher, which needs a model in this process
     takes_the_rest: ClassVar[bool] = False  # takes the remaining prompts, so `rollout.writers` cannot name it
     shows_more: ClassVar[bool] = False  # it may read something other than the training prompt
+    replays: ClassVar[bool] = False  # answers stored prompts again, in place of new ones
 
-    share: Fraction = Field(0.0, description="of the prompts, all samples of which it writes")
-    samples: Count = Field(0, le=65_536, description="of every group, in place of a share of the prompts")
+    share: Fraction = Field(0.0, description="share of the prompts for which it writes all samples")
+    samples: Count = Field(
+        0, le=65_536, description="samples of every group that it writes, instead of a share of the prompts"
+    )
 
-    def refuse(self, view: StageView) -> Iterable[str]:
+    def check(self, view: StageView) -> Iterable[str]:
         if self.samples_teacher and "teacher" not in view.roles:
             yield "there is no teacher to sample from. Give one, or drop it."
 
@@ -75,15 +83,15 @@ class Writer(Choice):
         """Fields of a row that it names."""
         return set()
 
-    def source(self, visit: Visit, desk: WriterContext) -> str:
+    def source(self, visit: Visit, context: WriterContext) -> str:
         """The rollout's source in the store. Rollouts of one source are sampled together."""
         return self.name
 
-    def completion(self, visit: Visit, desk: WriterContext) -> tuple[np.ndarray, bool] | None:
+    def completion(self, visit: Visit, context: WriterContext) -> tuple[np.ndarray, bool] | None:
         """(response ids, whether they were cut off), or None if the answer is sampled."""
         return None
 
-    def sampler(self, source: str, desk: WriterContext) -> TokenSampler | LoggingSampler:
+    def sampler(self, source: str, context: WriterContext) -> TokenSampler | LoggingSampler:
         raise TrainingError(
             f"writer {self.name} has neither a completion nor a sampler for a prompt. Write one of them."
         )
@@ -94,8 +102,8 @@ class StudentWriter(Writer):
     author = "student"
     takes_the_rest = True
 
-    def sampler(self, source: str, desk: WriterContext) -> TokenSampler | LoggingSampler:
-        return desk.student
+    def sampler(self, source: str, context: WriterContext) -> TokenSampler | LoggingSampler:
+        return context.student
 
 
 class MixedWriter(Writer):
@@ -106,11 +114,11 @@ class MixedWriter(Writer):
     samples_teacher = True
     takes_the_rest = True
 
-    def source(self, visit: Visit, desk: WriterContext) -> str:
-        return f"mixed:{desk.teacher_for(visit.prompt)}"
+    def source(self, visit: Visit, context: WriterContext) -> str:
+        return f"mixed:{context.teacher_for(visit.prompt)}"
 
-    def sampler(self, source: str, desk: WriterContext) -> TokenSampler | LoggingSampler:
-        return desk.mixed(source.removeprefix("mixed:"))
+    def sampler(self, source: str, context: WriterContext) -> TokenSampler | LoggingSampler:
+        return context.mixed(source.removeprefix("mixed:"))
 
 
 class ShownWriter(Writer):
@@ -121,24 +129,24 @@ class ShownWriter(Writer):
 
     view: Annotated[Any, Family("view")] = Field(description="of shown: what the student reads when it answers")
     trained_as: Literal["student", "teacher"] = Field(
-        "student", description="of shown: whose tokens they are to the terms of the objective (`on`)"
+        "student", description="of shown: as whose tokens the objective's terms (`on`) treat them"
     )
 
     @property
-    def author(self) -> Literal["student", "teacher", "data"]:  # type: ignore[override]
+    def author(self) -> Literal["student", "teacher", "data", "rejected"]:  # type: ignore[override]
         return self.trained_as
 
-    def refuse(self, view: StageView) -> Iterable[str]:
-        yield from super().refuse(view)
+    def check(self, view: StageView) -> Iterable[str]:
+        yield from super().check(view)
         if not self.view.of_prompt:
             yield (
-                f"the view {self.view.name} shows what became of other answers, and there are none yet. Use template, instruction or "
+                f"the view {self.view.name} shows other answers, and there are none yet. Use template, instruction or "
                 "context; or rollout.rescue, for prompts that all samples failed."
             )
         elif not self.view.reprompts:
-            yield f"the view {self.view.name} is no prompt that could be answered. Use template, instruction or context."
+            yield f"the view {self.view.name} does not show a prompt that can be answered. Use template, instruction or context."
         if self.view.as_sampled:
-            yield "the view same is what the student reads anyway. Choose one that shows more."
+            yield "the view same shows what the student reads already. Choose one that shows more."
         yield from self.view.idle_for_student
 
     def shows(self) -> set[str]:
@@ -149,11 +157,11 @@ class ShownWriter(Writer):
         found: Prompt | None = self.view.rewrite(prompt)
         return found
 
-    def source(self, visit: Visit, desk: WriterContext) -> str:
+    def source(self, visit: Visit, context: WriterContext) -> str:
         return f"shown:{self.view.name}"
 
-    def sampler(self, source: str, desk: WriterContext) -> TokenSampler | LoggingSampler:
-        return desk.student
+    def sampler(self, source: str, context: WriterContext) -> TokenSampler | LoggingSampler:
+        return context.student
 
 
 class TeacherWriter(Writer):
@@ -163,11 +171,11 @@ class TeacherWriter(Writer):
     author = "teacher"
     samples_teacher = True
 
-    def source(self, visit: Visit, desk: WriterContext) -> str:
-        return f"teacher:{desk.teacher_for(visit.prompt)}"
+    def source(self, visit: Visit, context: WriterContext) -> str:
+        return f"teacher:{context.teacher_for(visit.prompt)}"
 
-    def sampler(self, source: str, desk: WriterContext) -> TokenSampler | LoggingSampler:
-        return desk.teacher(source.removeprefix("teacher:"))
+    def sampler(self, source: str, context: WriterContext) -> TokenSampler | LoggingSampler:
+        return context.teacher(source.removeprefix("teacher:"))
 
 
 class DataWriter(Writer):
@@ -175,7 +183,51 @@ class DataWriter(Writer):
 
     name = "data"
     author = "data"
-    reads_completions = True
+    reads = "completion"
 
-    def completion(self, visit: Visit, desk: WriterContext) -> tuple[np.ndarray, bool] | None:
-        return desk.completion(visit)
+    def completion(self, visit: Visit, context: WriterContext) -> tuple[np.ndarray, bool] | None:
+        return context.completion(visit)
+
+
+class RejectedWriter(Writer):
+    """The answer is the dataset's rejected one, from rows with `chosen` and `rejected`."""
+
+    name = "rejected"
+    author = "rejected"
+    reads = "rejected"
+
+    def completion(self, visit: Visit, context: WriterContext) -> tuple[np.ndarray, bool] | None:
+        return context.completion(visit, visit.prompt.fields[self.reads])
+
+
+class ReplayWriter(Writer):
+    """Answers that the student wrote in earlier steps of this stage, with the log-probs and policy versions of that time."""
+
+    name = "replay"
+    author = "student"
+    replays = True
+
+    capacity: Positive = Field(1000, description="of replay: number of newest prompts to draw from")
+    least: Positive = Field(1, description="of replay: no replay before the buffer has so many prompts")
+
+    def check(self, view: StageView) -> Iterable[str]:
+        yield from super().check(view)
+        rollout = view.rollout
+        if self.samples:
+            yield f"replay repeats whole groups, so samples {self.samples} has no meaning. Set `share`."
+        if self.least > self.capacity:
+            yield f"least ({self.least}) must not be more than capacity ({self.capacity}): the buffer would never be ready."
+        if rollout.staleness:
+            yield (
+                f"replay with rollout.staleness {rollout.staleness}: which answers were trained on would depend on how fast sampling is. "
+                "Set staleness: 0."
+            )
+        for key in ("rescue", "demonstrations", "experience", "contrast"):
+            if getattr(rollout, key):
+                yield f"replay with rollout.{key}, which changes groups after they are written. Drop one of them."
+        if view.retain is not None:
+            yield f"replay reads answers of earlier steps, and store.retain {view.retain} deletes them. Set store.retain: null."
+
+    def ready(self, groups: int) -> bool:
+        """Whether a buffer with so many groups may be drawn from."""
+        return groups >= self.least

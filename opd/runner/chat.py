@@ -13,12 +13,11 @@ from rich.console import Console
 from rich.text import Text
 
 from opd.common.text import plain, printable
-from opd.data.render import render_prompt
+from opd.data.prompts import render_prompt
 from opd.models.load import load_model
 from opd.records import Prompt, SampledToken, SampleRequest, SignalNeed
-from opd.rollouts.rollouter import rollout_so_far
-from opd.rollouts.sampler import Sampler
-from opd.teachers.teacher import Teacher
+from opd.rollouts.rollouter import Sampler, rollout_so_far
+from opd.teachers.pool import Teacher
 
 CHUNK = 8  # tokens between two scores of the teacher
 LETTER = 4  # the most tokens for one character: UTF-8 has at most 4 bytes
@@ -28,7 +27,7 @@ MOST = "bold sky_blue2"  # liked more by a nat or more
 
 
 @dataclass
-class Watched:
+class StreamedAnswer:
     """An answer while it is written, shown in pieces with the teacher's scores."""
 
     show: Callable[[str, float | None], None]
@@ -64,7 +63,7 @@ class Watched:
             self._text, self.shown = self._text + piece, end
 
 
-class Talk:
+class Conversation:
     """A conversation. `against`: a teacher with the same tokenizer."""
 
     def __init__(
@@ -110,7 +109,7 @@ class Talk:
         def decode(ids: list[int]) -> str:
             return str(tokenizer.decode(ids, clean_up_tokenization_spaces=False))
 
-        answer = Watched(self._show, score if watched else None, decode, stops)
+        answer = StreamedAnswer(self._show, score if watched else None, decode, stops)
         self._console.print(Text(f"{who}> ", style="bold"), end="")
         (rollout,) = sampler.sample([prompt], on_token=answer.take)
         answer.flush(last=True)
@@ -123,7 +122,7 @@ class Talk:
         style = "" if ratio is None else next((name for least, name in STYLES if ratio >= least), MOST)
         self._console.print(Text(printable(text), style=style), end="", soft_wrap=True)
 
-    def _summary(self, answer: Watched) -> str:
+    def _summary(self, answer: StreamedAnswer) -> str:
         worst = int(np.argmax(answer.ratios))
         text = plain(self._student.tokenizer.decode([answer.tokens[worst].token]))
         return (
@@ -143,6 +142,6 @@ def questions(ask: Callable[[], str]) -> Iterator[str]:
             yield line.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
 
 
-def converse(talk: Talk, lines: Iterable[str]) -> None:
+def converse(talk: Conversation, lines: Iterable[str]) -> None:
     for line in lines:
         talk.ask(line)

@@ -12,6 +12,7 @@ import json
 import os
 import random
 import re
+import shlex
 import shutil
 import threading
 import time
@@ -27,7 +28,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from opd.common.errors import Preempted, RunDirectoryError, Stopped, StoreError
+from opd.common.errors import Preempted, RecipeError, RunDirectoryError, Stopped, StoreError
 from opd.common.files import (
     fresh_directory,
     json_text,
@@ -38,18 +39,19 @@ from opd.common.files import (
     reading,
     sha256,
     sync,
+    write_atomic,
     write_sealed,
-    write_whole,
 )
-from opd.common.text import inline_code
+from opd.common.http import hub_errors
+from opd.common.text import first_line, inline_code
 from opd.loop.learner import Optimiser
 from opd.loop.metrics import StepReport
 from opd.loop.parts import StageParts
 from opd.models.optimisers import OPTIMISERS
-from opd.recipe import Recipe, Stage
+from opd.recipe import Hub, Recipe, Stage
 from opd.recipe.paths import RESULT, output_of
 from opd.recipe.run_changes import changes_of, parts_of
-from opd.runner.live import Callbacks
+from opd.runner.directory import Callbacks
 from opd.runner.results import StageResult
 from opd.store import Position, RolloutStore
 from opd.teachers.pool import restore_teachers, teacher_tensors
@@ -336,13 +338,13 @@ class StageCheckpoints:
             point_latest(where)
             drop_before(where.parent)
             retain(where.parent, spec.keep, spec.keep_every, best)
-            self._give_back(where.parent)
+            self._delete_segments(where.parent)
 
         self._untold.append(where)
         self._saver.save(write, background=background)
         return where
 
-    def _give_back(self, folder: Path) -> None:
+    def _delete_segments(self, folder: Path) -> None:
         """Delete segments of the store that no checkpoint needs to resume and that the recipe does not keep."""
         spec, kept = self._parts.spec, self._parts.spec.store.retain
         if kept is None:
@@ -367,11 +369,11 @@ class StageCheckpoints:
         if self._saver.seconds is not None:
             return self._saver.seconds
         parts = self._parts
-        beside = [*parts.optimiser.tensors().values(), *teacher_tensors(parts.teachers).values()]
-        beside += [
+        others = [*parts.optimiser.tensors().values(), *teacher_tensors(parts.teachers).values()]
+        others += [
             tensor for module in parts.trainer.learner.modules.values() for tensor in module.module.state().values()
         ]
-        return sum(tensor.nbytes for tensor in (*parts.student.module.parameters(), *beside)) / SAVE_RATE
+        return sum(tensor.nbytes for tensor in (*parts.student.module.parameters(), *others)) / SAVE_RATE
 
 
 def _copied(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -460,10 +462,13 @@ class StreamPart(DurablePart):
     """The prompt stream, and the number of rollouts trained on so far, including earlier stages."""
 
     def state(self) -> dict[str, Any]:
-        return {"stream": self.parts.stream.state(), "rollouts": self.parts.rollouter.consumed}
+        pace = {} if self.parts.rollouter.pace is None else {"pace": self.parts.rollouter.pace.state()}
+        return {"stream": self.parts.stream.state(), "rollouts": self.parts.rollouter.consumed, **pace}
 
     def restore(self, state: Mapping[str, Any], checkpoint: Path) -> None:
         self.parts.stream.restore(state["stream"])
+        if self.parts.rollouter.pace is not None:
+            self.parts.rollouter.pace.restore(state["pace"])
         if self.parts.rollouter.consumed is not None:
             self.parts.rollouter.consumed = min(state["rollouts"], len(self.parts.store))
 
@@ -498,7 +503,7 @@ def require_optimiser(optimiser: Optimiser, saved: str | None, where: str, key: 
     own, saved = optimiser.kind.name, saved or OPTIMISERS.default
     if own != saved:
         raise RunDirectoryError(
-            f"{where} was saved with {key} {saved}, and the recipe has {own}: moments of one mean nothing to the other. Set "
+            f"{where} was saved with {key} {saved}, and the recipe has {own}: moments of one are not valid for the other. Set "
             f"{key}: {saved}, or start a new run from this model."
         )
 
@@ -577,7 +582,7 @@ class ResumePoint:
         return self.reported - (self.evaluates_last and self.reported > 0 and not known)
 
 
-def find_standings(directory: Path, recipe: Recipe, say: Callable[[str], None]) -> list[ResumePoint]:
+def find_resume_points(directory: Path, recipe: Recipe, say: Callable[[str], None]) -> list[ResumePoint]:
     """Where each stage stands. Verifies the files it will use and reports damage. Needs the lock."""
     root = directory / "checkpoints"
     latest = root / "latest"
@@ -599,7 +604,7 @@ def find_standings(directory: Path, recipe: Recipe, say: Callable[[str], None]) 
 def _stage(folder: Path, spec: Stage, changes: Sequence[Mapping[str, Any]], say: Callable[[str], None]) -> ResumePoint:
     """`changes`: the changes of this stage."""
     tidy(folder)
-    whole, damaged = _sorted_out(folder)
+    whole, damaged = _intact_and_damaged(folder)
     ended = _sealed_or_none(folder / RESULT, say)
     if ended is not None and ended["checkpoint"] is None:
         passed = StageResult.restored(ended["result"], folder)
@@ -662,7 +667,7 @@ def _passed_over(folder: Path, result: StageResult, say: Callable[[str], None]) 
         return ResumePoint()
 
 
-def _sorted_out(folder: Path) -> tuple[dict[Path, dict[str, Any]], dict[Path, RunDirectoryError]]:
+def _intact_and_damaged(folder: Path) -> tuple[dict[Path, dict[str, Any]], dict[Path, RunDirectoryError]]:
     """The intact checkpoints with their state, and the damaged ones with their errors."""
     whole, damaged = {}, {}
     for path in steps_in(folder):
@@ -683,13 +688,15 @@ def _verified(checkpoint: Path) -> dict[str, Any]:
     return state
 
 
-def require_rollouts(directory: Path, standings: Sequence[ResumePoint]) -> None:
+def require_rollouts(directory: Path, resume_points: Sequence[ResumePoint]) -> None:
     """Reject a log that ends before a checkpoint of an unfinished stage was saved. Nothing has been changed yet."""
-    at_work = [standing.checkpoint for standing in standings if standing.checkpoint and not standing.output]
-    if not at_work:
+    unfinished = [
+        resume_point.checkpoint for resume_point in resume_points if resume_point.checkpoint and not resume_point.output
+    ]
+    if not unfinished:
         return
     store = RolloutStore(directory / "rollouts", read_only=True)
-    for checkpoint in at_work:
+    for checkpoint in unfinished:
         try:
             store.require(Position.from_json(read_state(checkpoint)["store"]), str(checkpoint))
         except StoreError as error:
@@ -821,14 +828,14 @@ def cut_lines(
     Returns messages about removed and missing lines, and the number of remaining lines per stage and step.
     """
     found, answers = read_lines(path, checked=checked), path.name == "answers.jsonl"
-    upto = {name: standing.answered if answers else standing.reported for name, standing in stages.items()}
+    upto = {name: resume_point.answered if answers else resume_point.reported for name, resume_point in stages.items()}
     kept = [line for line in found.whole if line["step"] <= upto.get(line["stage"], 0)]
     after = len(found.whole) - len(kept)
     if answers:
-        kept = _once(kept, [name for name, standing in stages.items() if standing.evaluates_last])
+        kept = _without_duplicates(kept, [name for name, resume_point in stages.items() if resume_point.evaluates_last])
     twice = len(found.whole) - after - len(kept)
     if path.exists():
-        write_whole(path, "".join(line_of(line) for line in kept))
+        write_atomic(path, "".join(line_of(line) for line in kept))
     left = Counter((line["stage"], line["step"]) for line in kept)
     said = [f"{path}, line {number}: the line was altered or cut off; it is dropped" for number in found.damaged]
     if found.torn:
@@ -836,11 +843,11 @@ def cut_lines(
     if after:
         said.append(f"{path.name}: {after} lines that were written after the last durable state are removed")
     if twice:
-        said.append(f"{path.name}: {twice} lines that were there twice are removed")
+        said.append(f"{path.name}: {twice} duplicate lines are removed")
     return said + _missing(path, stages, left), left
 
 
-def _once(lines: Sequence[dict[str, Any]], stages: Sequence[str]) -> list[dict[str, Any]]:
+def _without_duplicates(lines: Sequence[dict[str, Any]], stages: Sequence[str]) -> list[dict[str, Any]]:
     """Remove duplicate answers. `stages`: those that repeat an interrupted evaluation whose first answers are written already."""
     kept: dict[tuple[Any, ...], dict[str, Any]] = {}
     for number, line in enumerate(lines):
@@ -855,14 +862,14 @@ def _missing(path: Path, stages: Mapping[str, ResumePoint], left: Mapping[tuple[
     if not path.exists() and path.name in IN_EVERY_RUN and any(one.reported for one in stages.values()):
         return [f"{path.name} is missing, so the lines written so far are lost"]
     said = []
-    for stage, standing in stages.items():
+    for stage, resume_point in stages.items():
         if path.name == "metrics.jsonl":
-            lost = [step for step in range(1, standing.reported + 1) if not left.get((stage, step))]
+            lost = [step for step in range(1, resume_point.reported + 1) if not left.get((stage, step))]
             if lost:
                 said.append(f"{path.name} lacks {len(lost)} lines of stage {stage}, the first of step {lost[0]}")
             continue
         there = sum(count for (name, _), count in left.items() if name == stage)
-        if there < (wrote := standing.lines.get(path.name, 0)):
+        if there < (wrote := resume_point.lines.get(path.name, 0)):
             said.append(f"{path.name} lacks {wrote - there} of the {wrote} lines that stage {stage} had written")
     return said
 
@@ -873,3 +880,47 @@ def sync_lines(directory: Path) -> None:
         if (directory / name).is_file():
             sync(directory / name)
     sync(directory)
+
+
+# --- Pushing trained models to the Hugging Face hub. Access is checked before training ---
+
+
+LEFT_HERE = (
+    "optimiser.safetensors",
+    "trainer.json",
+    "teachers/*",
+    "modules/*",
+)  # files of a checkpoint that are not part of the model
+
+
+def require_access(stage: Stage, *, make: bool = True) -> None:
+    """Reject a stage if its model cannot be pushed: no token, no network, no write access. `make`: also create the repository."""
+    if stage.hub is None:
+        return
+    from huggingface_hub import HfApi, constants
+
+    repo, where = stage.hub.repo, f"stage {stage.name!r}: hub.repo {stage.hub.repo!r}"
+    if constants.HF_HUB_OFFLINE:
+        raise RecipeError(f"{where}: HF_HUB_OFFLINE is set, so nothing can be pushed. Unset it, or leave `hub` out.")
+    api = HfApi()
+    try:
+        api.whoami()
+        if make:
+            api.create_repo(repo, private=stage.hub.private, exist_ok=True)
+    except hub_errors() as error:
+        raise RecipeError(
+            f"{where} cannot be written to ({first_line(error)}). Log in with `hf auth login` and a token that may write, name "
+            "a repository of your own, or leave `hub` out."
+        ) from None
+
+
+def push(directory: Path, hub: Hub) -> str | None:
+    """Upload a model. Returns None on success, otherwise the error and the command that pushes it later."""
+    from huggingface_hub import HfApi
+
+    try:
+        HfApi().upload_folder(repo_id=hub.repo, folder_path=directory, ignore_patterns=list(LEFT_HERE))
+    except hub_errors(RuntimeError) as error:
+        excluded = " ".join(f"--exclude {shlex.quote(name)}" for name in LEFT_HERE)
+        return f"the model was not pushed to {hub.repo} ({first_line(error)}). Later: hf upload {hub.repo} {directory} . {excluded}"
+    return None

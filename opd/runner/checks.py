@@ -18,30 +18,40 @@ import torch
 from opd.common.errors import DataError, RecipeError
 from opd.common.http import token_of
 from opd.common.text import plain
-from opd.data.prompts import DOMAIN, fields_of
-from opd.data.render import render_prompt
+from opd.data.prompts import DOMAIN, fields_of, render_prompt
 from opd.data.rows import BadRow
-from opd.data.sources import BadRows, Opening, PromptSource, Scanned, Source, Told, open_sources, routed, scan, silent
+from opd.data.sources import (
+    BadRows,
+    OnProgress,
+    Opening,
+    PromptSource,
+    Scanned,
+    Source,
+    open_sources,
+    opened_by,
+    routed,
+    scan,
+    silent,
+)
 from opd.evaluation import Question
 from opd.models import load_config, load_tokenizer, parameter_shapes
 from opd.models.files import reading_model
 from opd.models.language_model import context_of
-from opd.models.load import empty_model, locate
+from opd.models.load import empty_model, locate, untrained_notes
 from opd.models.tokenizers import require_same
-from opd.models.untrained import untrained_notes
+from opd.objective.term import scored_domains
 from opd.recipe import Stage
 from opd.recipe.stage import WEIGHTS
 from opd.records import Prompt
 from opd.registry import MANY, StageView
 from opd.rewards import Rewarder, check_rewards
-from opd.rewards.rewarder import doubts
+from opd.rewards.rewarder import reward_warnings
 from opd.rollouts.replay import require_drawn_alike
 from opd.rollouts.settings import EXPERIENCE, HINT, TRAJECTORIES, Experience
-from opd.runner.hub import require_access
+from opd.runner.checkpoint import require_access
 from opd.runner.results import watched_domains
-from opd.teachers.kinds import ModelRef, RemoteFacts
+from opd.teachers.kinds import ModelRef, RemoteFacts, chooser, one_per_domain, require_known_domains, routes
 from opd.teachers.quantised import require_quantiser
-from opd.teachers.router import chooser, one_per_domain, require_known_domains, routes
 from opd.teachers.views import QUESTION, View, question
 
 LR_LEAST, LR_MOST = 1e-9, 1e-2  # AdamW moves each weight by about the learning rate per step; weights are about 0.02
@@ -70,7 +80,7 @@ class Checked:
 def check_stage(
     spec: Stage,
     resolve_model: Callable[[str], str],
-    told: Told = silent,
+    on_progress: OnProgress = silent,
     say: Callable[[str], None] | None = None,
     revision_of: RevisionOf = as_named,
 ) -> Checked:
@@ -81,7 +91,7 @@ def check_stage(
     for optimiser in (spec.train.optimiser, *(module.optimiser for module in spec.modules.values())):
         optimiser.require()
     require_access(spec, make=False)
-    _require_places(spec, device)
+    _require_devices(spec, device)
     refs = dict.fromkeys(ref for kind in spec.teachers.values() for ref in kind.reads())
     own = ModelRef(spec.student.model, spec.student.revision)
     names = {ref: (resolve_model(ref.model), revision_of(ref.model, ref.revision)) for ref in (own, *refs)}
@@ -91,18 +101,17 @@ def check_stage(
     sampled = [*_sampler_notes(spec, config), *_untrained(spec, own.model, config)]
     for ref in dict.fromkeys(ref for kind in spec.teachers.values() if not kind.view.crosses for ref in kind.reads()):
         require_same(tokenizer, tokenizers[names[ref]], own.model, ref.model)
+    _require_tokenizers_of_modules(spec, tokenizer, resolve_model, revision_of)
     if not any(found.eos_token_id is not None for found in (*configs.values(), *tokenizers.values())):
         _require_stop_id(spec, names.values())
     outlooks = _require_teachers(spec, tokenizer)
-    sources = open_prompts(spec, told)
+    sources = open_prompts(spec, on_progress)
     examples = [prompt for source in sources for prompt in source.examples()]
     domains = list(dict.fromkeys(prompt.domain for prompt in examples))
     where = "" if spec.name == Stage.model_fields["name"].default else f"stage {spec.name!r}: "
     require_known_domains(spec.teachers, domains, where)
     found = routed(sources, spec.route)
-    places = _first_places(found)
-    roles = [role for term in spec.objective for role in term.roles]
-    table = routes(spec.teachers, places, roles, where, spec.route, {} if spec.route == DOMAIN else places)
+    table = _routes(spec, found, domains, where)
     if spec.eval.prompts and spec.eval.weight_average:
         averaged = dict.fromkeys(table.get("teacher", {}).values())
         _require_same_shapes([names[ref] for name in averaged for ref in spec.teachers[name].reads()])
@@ -113,18 +122,47 @@ def check_stage(
     }
     contexts = {name: min(context_of(configs[model]) for model in models) for name, models in read.items()}
     _require_views(spec, table, sources, templates, contexts)
-    beside = open_beside(spec, sources, told)
-    further = [prompt for source in beside for prompt in source.examples()]
+    extra_sources = open_further(spec, sources, on_progress)
+    further = [prompt for source in extra_sources for prompt in source.examples()]
     measured = list(dict.fromkeys([*domains, *(prompt.domain for prompt in further)]))
     rewarder = check_rewards(spec.rewards, [*examples, *further], domains=measured, say=say)
-    covers = _rewarded_by(spec, rewarder)
+    covers = rewarded_by(rewarder)
     _require_rewards(spec, map(covers, examples))
     context = min([*map(context_of, configs.values()), *(outlook.context for outlook in outlooks)])
-    inputs = look_at_prompts(spec, sources, beside, tokenizer, covers, context, told)
-    warned = _warnings(spec, outlooks, doubts(rewarder, [*examples, *further]))
+    inputs = scan_prompts(spec, sources, extra_sources, tokenizer, covers, context, on_progress)
+    warned = _warnings(spec, outlooks, reward_warnings(rewarder, [*examples, *further]))
     inputs = replace(inputs, notes=(*inputs.notes, *sampled, *warned))
     alone = one_per_domain(table.get("teacher", {}), found)
     return Checked(device, sources, domains, table, alone, rewarder, config, inputs, templates)
+
+
+def _routes(
+    spec: Stage, found: Mapping[tuple[str, str], str], domains: Sequence[str], where: str
+) -> dict[str, dict[str, str]]:
+    """Which teacher scores which value of the route's column, by role. `found`: (domain, value) -> its first place."""
+    for number, term in enumerate(spec.objective):
+        unknown = [domain for domain in term.domains or () if domain not in domains]
+        if unknown:
+            raise RecipeError(
+                f"{where}objective term {number}: no prompt has the domain {unknown[0]!r}; they have {', '.join(domains[:SHOWN])}. "
+                "Correct `domains`."
+            )
+    places = _first_places(found)
+    roles = [role for term in spec.objective for role in term.roles]
+    unscored = {
+        role: _unscored(spec, role, found) for role in {*roles, *(kind.role for kind in spec.teachers.values())}
+    }
+    first = {} if spec.route == DOMAIN else places
+    return routes(spec.teachers, places, roles, where, spec.route, first, unscored)
+
+
+def _unscored(spec: Stage, role: str, found: Iterable[tuple[str, str]]) -> set[str]:
+    """Values of the route's column that only domains have which no term of the role trains on. `found`: (domain, value)."""
+    wanted = scored_domains(spec.objective, role)
+    if wanted is None:
+        return set()
+    pairs = list(found)
+    return {value for _, value in pairs} - {value for domain, value in pairs if domain in wanted}
 
 
 def _untrained(spec: Stage, model: str, config: Any) -> list[str]:
@@ -139,10 +177,12 @@ def _require_rewards(spec: Stage, covered: Iterable[bool]) -> None:
         )
 
 
-def _rewarded_by(spec: Stage, rewarder: Rewarder) -> Callable[[Prompt], bool]:
-    """Whether answers to a prompt can be rewarded: always, if an environment gives rewards."""
-    plays = spec.rollout.environment is not None and spec.rollout.environment.rewards
-    return lambda prompt: plays or rewarder.covers(prompt)
+def rewarded_by(rewarder: Rewarder) -> Callable[[Prompt], bool]:
+    """Whether answers to a prompt can be rewarded: always, if its environment gives rewards."""
+    return lambda prompt: (
+        not prompt.plain
+        and ((prompt.environment is not None and prompt.environment.rewards) or rewarder.covers(prompt))
+    )
 
 
 def _sampler_notes(spec: Stage, config: Any) -> list[str]:
@@ -195,7 +235,7 @@ def _train_warnings(spec: Stage) -> Iterator[str]:
     )
     if not LR_LEAST <= train.lr <= LR_MOST:
         effect = "will hardly move" if train.lr < LR_LEAST else "will very likely destroy"
-        yield f"WARNING: train.lr {train.lr:g} {effect} the student. Usual are {usual}."
+        yield f"WARNING: train.lr {train.lr:g} {effect} the student. Usual values are {usual}."
 
 
 def _warnings(spec: Stage, outlooks: Iterable[RemoteFacts], doubtful: Sequence[str]) -> list[str]:
@@ -234,11 +274,11 @@ def _require_views(
         known = kind.reads() or kind.of_student  # the context of others is known when they are opened
         context, written = contexts[name] if known else MANY, spec.rollout.experience is not None
         require_shown(name, kind.view, scored, sources, templates[name], context, written)
-    require_asked(spec, sources)
+    require_further_texts(spec, sources)
 
 
 def _scores(name: str, chosen: Callable[[Prompt], str], prompt: Prompt) -> bool:
-    with suppress(BadRow):  # such a row is skipped and has no teacher
+    with suppress(BadRow, RecipeError):  # such a row is skipped, or no term compares it with a teacher
         return chosen(prompt) == name
     return False
 
@@ -251,7 +291,17 @@ def _require_same_shapes(names: Iterable[tuple[str, str | None]]) -> None:
         )
 
 
-def _require_places(spec: Stage, device: torch.device) -> None:
+def _require_tokenizers_of_modules(
+    spec: Stage, tokenizer: Any, resolve_model: Callable[[str], str], revision_of: RevisionOf
+) -> None:
+    """Modules with a model of their own read the student's token ids."""
+    start = spec.student.model, spec.student.revision
+    for model, revision in (ref for module in spec.modules.values() for ref in module.reads(*start)):
+        read = load_tokenizer(resolve_model(model), revision_of(model, revision))
+        require_same(tokenizer, read, spec.student.model, model)
+
+
+def _require_devices(spec: Stage, device: torch.device) -> None:
     """Check that every teacher's device exists and can do what is asked of it."""
     usual = WEIGHTS[spec.train.precision_on(str(device))]
     for name, ref in ((name, ref) for name, kind in spec.teachers.items() for ref in kind.reads()):
@@ -278,7 +328,7 @@ def pick_device(name: str, whose: str = "") -> torch.device:
 
 # --- The prompts of a stage: check every training prompt and choose the held-out ones ---
 #
-# `opd run` and `--dry-run` both call `open_prompts`, which needs no tokenizer, and then `look_at_prompts`.
+# `opd run` and `--dry-run` both call `open_prompts`, which needs no tokenizer, and then `scan_prompts`.
 
 
 SHOWN = 20  # domains listed in one line
@@ -294,45 +344,56 @@ class PromptScan:
     notes: tuple[str, ...]  # what is skipped, for the user
 
 
-def open_prompts(spec: Stage, told: Told = silent) -> list[Source]:
+def open_prompts(spec: Stage, on_progress: OnProgress = silent) -> list[Source]:
     sources = open_sources(
         spec.prompts,
         bad_rows=spec.data.bad_rows,
         rewarded=spec.rewards.need_no_answer,
         route=spec.route,
-        told=told,
+        on_progress=on_progress,
+        environment=spec.rollout.environment,
     )
     require_drawn_alike(sources, spec.rollout)
     return sources
 
 
-def asked_beside(spec: Stage) -> list[PromptSource]:
+def further_sources(spec: Stage) -> list[PromptSource]:
     """The sources of `eval.further` that the stage does not also train on."""
     own = [source.model_copy(update={"share": 1.0}) for source in spec.prompts]
     return [source for source in spec.eval.further if source.model_copy(update={"share": 1.0}) not in own]
 
 
-def open_beside(spec: Stage, sources: list[Source], told: Told = silent) -> list[Source]:
+def open_further(spec: Stage, sources: list[Source], on_progress: OnProgress = silent) -> list[Source]:
     """Open the sources of `eval.further`. Their held-out prompts are kept out of training."""
-    labels, beside = [source.label for source in spec.prompts], []
-    for further in asked_beside(spec):
+    labels, opened = [source.label for source in spec.prompts], []
+    for further in further_sources(spec):
         labels.append(further.label)
         again = labels.count(further.label)  # ids differ if the same source is asked with other options
         label = f"{further.label}#{again}" if again > 1 else further.label
-        beside.append(further.open(Opening(label, spec.data.bad_rows, spec.rewards.need_no_answer, told=told)))
-    for source in sources if beside else ():
-        source.keep_apart([*sources, *beside])
-    return beside
+        opened.append(
+            further.open(
+                Opening(
+                    label,
+                    spec.data.bad_rows,
+                    spec.rewards.need_no_answer,
+                    on_progress=on_progress,
+                    opened=opened_by(further, spec.rollout.environment),
+                )
+            )
+        )
+    for source in sources if opened else ():
+        source.keep_apart([*sources, *opened])
+    return opened
 
 
-def look_at_prompts(
+def scan_prompts(
     spec: Stage,
     sources: Sequence[Source],
-    beside: Sequence[Source],
+    further: Sequence[Source],
     tokenizer: Any,
     covers: Callable[[Prompt], bool],
     context: int,
-    told: Told = silent,
+    on_progress: OnProgress = silent,
 ) -> PromptScan:
     """`context`: the shortest of student and teachers. `covers`: whether answers to a prompt can be rewarded."""
     limit, why = prompt_limit(spec, context)
@@ -343,20 +404,26 @@ def look_at_prompts(
         tokenizer,
         limit=limit,
         why=why,
-        completions=any(writer.reads_completions for writer in spec.rollout.everyone),
+        columns=tuple(dict.fromkeys(writer.reads for writer in spec.rollout.everyone if writer.reads)),
         bad_rows=bad_rows,
-        told=told,
+        on_progress=on_progress,
     )
     held = HeldOut()
     if count:
         held = choose_held_out(
             sources, spec.prompts, covers, tokenizer, count=count, limit=limit, why=why, bad_rows=bad_rows
         )
-        if beside:
-            further = asked_beside(spec)
+        if further:
             held.add(
                 choose_held_out(
-                    beside, further, covers, tokenizer, count=count, limit=limit, why=why, bad_rows=bad_rows
+                    further,
+                    further_sources(spec),
+                    covers,
+                    tokenizer,
+                    count=count,
+                    limit=limit,
+                    why=why,
+                    bad_rows=bad_rows,
                 ),
                 count,
             )
@@ -411,13 +478,13 @@ class HeldOut:
     questions: dict[str, list[Question]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
-    def add(self, beside: HeldOut, count: int) -> None:
+    def add(self, other: HeldOut, count: int) -> None:
         """Add questions, up to `count` per domain, without duplicates."""
-        for domain, asked in beside.questions.items():
+        for domain, asked in other.questions.items():
             own = self.questions.setdefault(domain, [])
             known = {question.prompt_ids.tobytes() for question in own}
             own += [question for question in asked if question.prompt_ids.tobytes() not in known][: count - len(own)]
-        self.notes += beside.notes
+        self.notes += other.notes
 
     @property
     def longest(self) -> int:
@@ -462,7 +529,7 @@ class HeldOutFilter:
     def notes(self, source: str) -> list[str]:
         """What was left out, for the user."""
         left = {
-            "have nothing to be rewarded by": self.unrewarded,
+            "cannot be rewarded": self.unrewarded,
             f"are too long ({self.why})": self.too_long,
             "cannot be rendered by the chat template": self.unreadable,
         }
@@ -489,14 +556,14 @@ def choose_held_out(
         for prompt in source.held_out(count, chosen):
             asked = found.questions.setdefault(prompt.domain, [])
             if len(asked) < count:
-                asked.append(Question(prompt, chosen.ids[prompt.id]))
+                asked.append(Question(prompt, chosen.ids[prompt.id], spec.chat_template_kwargs))
         found.notes += chosen.notes(source.name)
     if not any(found.questions.values()):
         found.notes.append(
-            "evaluation: there is none, since no answer to a held-out prompt can be rewarded. Give rows an `answer`, set `rewards`, or eval.prompts: 0"
+            "evaluation: none, because no answer to a held-out prompt can be rewarded. Give rows an `answer`, set `rewards`, or eval.prompts: 0"
             if any(source.size != 1 for source in sources)
-            else "evaluation: there is none, since no prompt is held out: a file holds out a tenth of its questions, and one that has a "
-            "single question none. Set eval.further to a source of prompts, or eval.prompts: 0"
+            else "evaluation: none, because no prompt is held out: a file holds out a tenth of its questions, and none if it has a "
+            "single question. Set eval.further to a source of prompts, or eval.prompts: 0"
         )
     return found
 
@@ -556,7 +623,7 @@ def _why_nothing(named: Collection[str], prompts: Iterable[Prompt]) -> str:
     return f"{which}{meant} Their fields are {', '.join(fields) or 'none'}. {remedy}"
 
 
-def require_asked(spec: Stage, sources: Sequence[Source]) -> None:
+def require_further_texts(spec: Stage, sources: Sequence[Source]) -> None:
     """Check that each further text shown to the student or an endpoint can be rendered for at least one row."""
     rollout, asked = spec.rollout, list[tuple[str, Collection[str], Callable[[Prompt], object]]]()
     for key, writer in rollout.writers_by_key.items():

@@ -6,7 +6,7 @@ Times are operations and bytes divided by the device's rated speed times the fra
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,6 +58,11 @@ class ModelShape:
     @property
     def layer(self) -> int:
         return max(self.parameters - self.outside, 0) // self.layers
+
+    @property
+    def matrix(self) -> int:
+        """Parameters of the largest matrix of a layer: about a quarter of those that a token uses."""
+        return max(self.active - self.outside, 0) // self.layers // 4
 
     def stored(self, each: int, quantise: str | None = None) -> int:
         """Bytes of its weights. Quantisation covers the layers, not the head."""
@@ -112,22 +117,35 @@ def paged_sizes(stage: Stage, usual: Dtype, shape_of: Callable[[ModelRef], Model
     return {ref: shape_of(ref).stored(BYTES[ref.dtype or usual]) for ref in stage.pool.paged(stage.teachers)}
 
 
+def models_of_modules(stage: Stage, shape_of: Callable[[ModelRef], ModelShape]) -> dict[str, ModelShape]:
+    """The model that each trainable module starts from, if it has one of its own."""
+    start = stage.student.model, stage.student.revision
+    return {name: shape_of(ModelRef(*ref)) for name, kind in stage.modules.items() for ref in kind.reads(*start)}
+
+
 def memory(
-    stage: Stage, precision: str, student: ModelShape, trained: int, teachers: int, longest: int, spread: Spread = ALONE
-) -> dict[str, int]:
-    """Bytes of everything alive at once on one device. `longest`: tokens of a sequence. `teachers`: bytes of the teachers."""
+    stage: Stage, precision: str, student: ModelShape, trained: int, teachers: int, longest: int, spread: Spread = ALONE,
+    *, modules: Mapping[str, ModelShape] | None = None,
+) -> dict[str, int]:  # fmt: skip
+    """Bytes of everything alive at once on one device. `longest`: tokens of a sequence. `teachers`: bytes of the teachers.
+
+    `modules`: the models of trainable modules that have one of their own.
+    """
+    modules = modules or {}
     own = WEIGHTS[precision]
     each, half, lora = BYTES[own], precision != "float32", stage.student.lora is not None
     kept = 4 if half and not lora and precision == "mixed" else 0  # a master for every weight
     gradient = each if precision == "bfloat16" else 4
     step = stage.rollout.prompts * stage.rollout.samples * longest
     tokens = max(min(stage.train.micro_budget, -(-step // spread.ranks)), longest)
-    activations = tokens * _kept_per_token(stage, student) * (2 if half else 4)
+    passes = [_kept_per_token(student, stage.student.gradient_checkpointing)]
+    passes += [_kept_per_token(shape, False) for shape in modules.values()]
+    activations = tokens * max(passes) * (2 if half else 4)
     activations += min(CHUNKS, 5 * tokens * student.vocabulary * 4)
     # The merged weights on their way to the sampler, after the activations are freed: all at once; on ranks, layer by layer.
     merged = student.parameters * each if lora and not spread.sharded else 0
-    optimiser, matrices = stage.train.optimiser, trained if lora else min(student.parameters - student.outside, trained)
-    moments = optimiser.state_bytes(max(matrices, 0), trained - max(matrices, 0))
+    optimiser, matrices = stage.train.optimiser, hidden_matrices(stage, student, trained)
+    moments = optimiser.state_bytes(matrices, trained - matrices)
     found = {
         "weights": student.parameters * each // spread.group,
         f"gradients and {optimiser.title}": (trained * (gradient + kept) + moments) // spread.group,
@@ -138,18 +156,30 @@ def memory(
     if stage.modules:  # weights, gradients and moments, complete on every rank
         sizes = ((kind.size(student.width), kind.optimiser) for kind in stage.modules.values())
         found["modules"] = sum(8 * size + optimiser.state_bytes(size, 0) for size, optimiser in sizes)
+        for name, shape in modules.items():
+            inside = max(shape.parameters - shape.outside, 0)
+            every = inside + shape.head  # the output head is not used
+            moments = stage.modules[name].optimiser.state_bytes(inside, shape.head)
+            held = every * (each + gradient + (4 if half and precision == "mixed" else 0))
+            found["modules"] += held + moments + (0 if shape.tied else shape.head * each)
     if spread.sharded:
         # Gathered: the root, the current layers and the next ones, or everything if a group is one rank; plus gradients before they are
         # summed, or a layer that is being merged.
         unit = student.layer * layers_of_unit(student.layers, student.layer)
         passing = student.parameters if spread.group == 1 else student.outside + 2 * unit
         further = student.layer * each if lora else (student.outside + unit) * 4
-        found["gathered"] = passing * each + further
+        largest = student.width * 4 * stage.student.lora.rank if stage.student.lora is not None else student.matrix
+        found["gathered"] = max(passing * each + further, optimiser.update_bytes(largest))
     return found
 
 
-def _kept_per_token(stage: Stage, student: ModelShape) -> int:
-    return student.width * student.layers * (2 if stage.student.gradient_checkpointing else 34)
+def hidden_matrices(stage: Stage, student: ModelShape, trained: int) -> int:
+    """Trained numbers outside embeddings and the head."""
+    return trained if stage.student.lora is not None else max(min(student.parameters - student.outside, trained), 0)
+
+
+def _kept_per_token(model: ModelShape, recomputed: bool) -> int:
+    return model.width * model.layers * (2 if recomputed else 34)
 
 
 def _sampler(stage: Stage, student: ModelShape, own: str, longest: int, spread: Spread) -> int:
@@ -162,7 +192,7 @@ def _sampler(stage: Stage, student: ModelShape, own: str, longest: int, spread: 
     copied = lora or spread.sharded or stage.sampler.dtype not in (None, own)
     cache, weights = slots * longest * student.key_values * student.layers * each, student.parameters * each
     # Further samplers, each with its own weights. A thread also needs room for weights in transfer; processes pass them through host memory.
-    processes = stage.sampler.beside_trainer
+    processes = stage.sampler.processes_alongside
     ahead = max(processes, 1) * (cache + weights) + (0 if processes else student.parameters * BYTES[own])
     return cache + (weights if copied else 0) + (ahead if stage.rollout.staleness else 0)
 
@@ -244,7 +274,9 @@ def update_seconds(work: Work, student: ModelShape, device: Device, ranks: int) 
 
 
 def gradient_bytes(stage: Stage, work: Work, student: ModelShape, trained: int, each: int, spread: Spread) -> float:
-    """Bytes that one rank receives in a step: weights gathered forward and backward, gradients summed, once per micro-batch."""
+    """Bytes that one rank receives in a step: weights gathered forward and backward, gradients summed, once per micro-batch; and what
+    the optimiser gathers, once per update.
+    """
     if spread.ranks == 1:
         return 0.0
     micro = max(stage.train.micro_budget, work.prompt + work.response)
@@ -252,4 +284,15 @@ def gradient_bytes(stage: Stage, work: Work, student: ModelShape, trained: int, 
     share = (spread.group - 1) / spread.group
     gathered = 0 if stage.student.lora is not None else 2 * student.parameters * each
     between = 2 * trained * 4 / spread.group * (1 - spread.group / spread.ranks)  # replicas sum their shards
-    return passes * (share * (gathered + trained * 4) + between)
+    updates = stage.train.updates * stage.train.optimiser.gathered_bytes(hidden_matrices(stage, student, trained))
+    return passes * (share * (gathered + trained * 4) + between) + share * updates
+
+
+def module_bytes(modules: Mapping[str, ModelShape], spread: Spread) -> float:
+    """Bytes that one rank receives in a step for the gradients of modules with a model of their own, which every rank has in full."""
+    return 2 * 4 * sum(shape.parameters for shape in modules.values()) * (1 - 1 / spread.ranks)
+
+
+def module_seconds(tokens: int, modules: Mapping[str, ModelShape], device: Device, ranks: int) -> float:
+    """Every answer is scored, and then passed again with gradients."""
+    return 8 * sum(shape.active for shape in modules.values()) * tokens / (ranks * device.flops * device.reached)

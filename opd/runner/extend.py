@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from opd.common.errors import RecipeError
-from opd.common.files import SEALS, read_sealed, sync, write_sealed, write_whole
+from opd.common.files import SEALS, read_sealed, sync, write_atomic, write_sealed
 from opd.common.text import plain
 from opd.loop.learner import learning_rate
 from opd.recipe import Recipe, Stage
@@ -34,11 +34,11 @@ from opd.recipe.run_changes import (
     recipe_name,
     shown_value,
 )
-from opd.runner.checkpoint import ResumePoint, checkpoint_directory, find_standings, reopened
-from opd.runner.merges import merged_directory
-from opd.runner.results import StageResult, good_enough, spent
+from opd.runner.checkpoint import ResumePoint, checkpoint_directory, find_resume_points, reopened
+from opd.runner.evaluate import read_start
+from opd.runner.inputs import merged_directory
+from opd.runner.results import StageResult, budget_used_up, meets_stop_rules
 from opd.runner.reuse import REUSED
-from opd.runner.teacher_table import read_start
 from opd.store import RolloutStore
 
 EVERY_KEY = frozenset({"checkpoint", "monitors", "hub"})  # sections in which every key may change
@@ -58,6 +58,7 @@ WHY = {  # section -> why its other keys cannot change
     "prompts": "prompts continue where they stopped, and evaluations ask the same questions",
     "select": "the stage's domains were chosen when it began",
     "shares": "prompts continue where they stopped",
+    "curriculum": "prompts continue where they stopped",
     "route": "the steps so far were scored by these teachers",
     "data": "prompts continue where they stopped",
     "rollout": "answers that were begun continue as they were drawn",
@@ -67,9 +68,9 @@ WHY = {  # section -> why its other keys cannot change
     "rewards": "the answers so far were rewarded by these",
     "train": "the updates so far were made with it",
     "eval": "evaluations before and after would not measure the same",
-    "store": "what the steps so far stored would differ from what comes",
+    "store": "later steps would store other things than the steps so far",
     "log": "it is measured before the first step only",
-    "cluster": "it is where the run was begun",
+    "cluster": "the run began on this cluster",
     "seed": "all draws of the run follow from it",
     "device": "numbers so far were computed there",
     "threads": "numbers so far were computed with so many",
@@ -95,7 +96,7 @@ def place_overrides(recipe: Recipe, overrides: Iterable[str]) -> list[str]:
         else:
             names = ", ".join(stage.name for stage in recipe.stages)
             raise RecipeError(
-                f"override {plain(override)!r}: this run has the stages {names}. Say which one is meant: "
+                f"override {plain(override)!r}: this run has the stages {names}. Name one: "
                 f"stages.{recipe.stages[0].name}.{plain(override)}"
             )
     return placed
@@ -113,18 +114,20 @@ def change_run(directory: Path, before: Recipe, after: Recipe, say: Callable[[st
     }
     if not wanted:
         return
-    standings = dict(zip([stage.name for stage in before.stages], find_standings(directory, before, say), strict=True))
+    resume_points = dict(
+        zip([stage.name for stage in before.stages], find_resume_points(directory, before, say), strict=True)
+    )
     for old, new in pairs:
         if old.name in wanted:
             detailed = [*changed_keys(old.model_dump(mode="json"), new.model_dump(mode="json"))]
-            _require_changeable(directory, old, detailed, standings[old.name], len(pairs))
-    left = any(_left(new, standings[new.name]) for _, new in pairs)
+            _require_changeable(directory, old, detailed, resume_points[old.name], len(pairs))
+    left = any(_left(new, resume_points[new.name]) for _, new in pairs)
     stages = {}
     for old, new in pairs:
         if (changes := wanted.get(new.name)) is not None:
-            stages[new.name] = _part(directory, old, new, changes, standings[new.name], len(pairs))
-            if standings[new.name].output is not None and not (left and _only_trackers(changes)):
-                _require_continues(directory, before, new, changes, standings)
+            stages[new.name] = _part(directory, old, new, changes, resume_points[new.name], len(pairs))
+            if resume_points[new.name].output is not None and not (left and _only_trackers(changes)):
+                _require_continues(directory, before, new, changes, resume_points)
     _write(directory, stages)
 
 
@@ -134,7 +137,7 @@ def _may_change(key: str) -> bool:
 
 
 def _require_changeable(
-    directory: Path, stage: Stage, changes: Sequence[KeyChange], standing: ResumePoint, stages: int
+    directory: Path, stage: Stage, changes: Sequence[KeyChange], resume_point: ResumePoint, stages: int
 ) -> None:
     """Reject, all at once, changed keys that the steps so far depend on."""
     fixed = [change for change in changes if not _may_change(change.key)]
@@ -143,15 +146,15 @@ def _require_changeable(
     reasons = [f"{one.in_words()}, since {WHY[one.key.partition('.')[0]]}" for one in fixed[:5]]
     raise RecipeError(
         f"{_of_stage(stage.name, stages)}a run that has begun cannot change {'; '.join(reasons)}. "
-        f"{_new_run(directory, stage, changes, standing)}"
+        f"{_new_run(directory, stage, changes, resume_point)}"
     )
 
 
-def _new_run(directory: Path, stage: Stage, changes: Sequence[KeyChange], standing: ResumePoint) -> str:
+def _new_run(directory: Path, stage: Stage, changes: Sequence[KeyChange], resume_point: ResumePoint) -> str:
     """How to get the change with a new run."""
     place, keys = f"stages.{stage.name}.", [change.key for change in changes]
     settings = [f"{place}{change.key}={json.dumps(change.new)}" for change in changes]
-    start = standing.checkpoint
+    start = resume_point.checkpoint
     if start is None or stage.student.merge is not None or any(key.startswith(("student", "name")) for key in keys):
         return f"Start a new run: {shlex.join(['opd', 'run', str(recipe_file(directory)), *settings])}"
     begin = [f"{place}student.model={start}", *([f"{place}student.revision=null"] if stage.student.revision else [])]
@@ -164,13 +167,13 @@ def _of_stage(name: str, stages: int) -> str:
 
 
 def _part(
-    directory: Path, old: Stage, new: Stage, changes: Sequence[KeyChange], standing: ResumePoint, stages: int
+    directory: Path, old: Stage, new: Stage, changes: Sequence[KeyChange], resume_point: ResumePoint, stages: int
 ) -> dict[str, Any]:
     """The record of one stage's change in `run.json`. Rejects changes that contradict what was done."""
-    result, of = standing.result or StageResult(old.name), _of_stage(old.name, stages)
+    result, of = resume_point.result or StageResult(old.name), _of_stage(old.name, stages)
     if result.steps > new.train.steps:
         raise RecipeError(
-            f"{of}train.steps {new.train.steps}: {result.steps} steps are done, and none is taken back. Checkpoints of "
+            f"{of}train.steps {new.train.steps}: {result.steps} steps are done, and steps cannot be undone. Checkpoints of "
             f"earlier steps are in {directory / 'checkpoints' / old.name}."
         )
     if result.steps and not result.before and new.eval.prompts and not old.eval.prompts:
@@ -178,7 +181,7 @@ def _part(
             f"{of}eval.prompts {new.eval.prompts}: the run began without evaluation, so the student before training was "
             "not measured. Measure its checkpoints with opd eval, or start a new run."
         )
-    ended = standing.result is not None and (standing.output is not None or bool(result.after))
+    ended = resume_point.result is not None and (resume_point.output is not None or bool(result.after))
     rates = None
     if result.steps and new.train.learn and any(change.key in RATES for change in changes):
         rates = [learning_rate(result.steps, old.train), learning_rate(result.steps + 1, new.train)]
@@ -195,15 +198,15 @@ def _only_trackers(changes: Sequence[KeyChange]) -> bool:
     return all(change.key in TRACKERS for change in changes)
 
 
-def _left(new: Stage, standing: ResumePoint) -> bool:
+def _left(new: Stage, resume_point: ResumePoint) -> bool:
     """Whether the stage has work left."""
-    return standing.output is None or (standing.result is not None and _continues(new, standing.result))
+    return resume_point.output is None or (resume_point.result is not None and _continues(new, resume_point.result))
 
 
 def _continues(new: Stage, result: StageResult) -> bool:
     """Whether the stage has a step left."""
     known = reopened(StageResult.restored(result.state(), Path()), new)
-    return result.steps < new.train.steps and not spent(new, known) and not good_enough(new, known)
+    return result.steps < new.train.steps and not budget_used_up(new, known) and not meets_stop_rules(new, known)
 
 
 def _require_continues(
@@ -211,44 +214,44 @@ def _require_continues(
     recipe: Recipe,
     new: Stage,
     changes: Sequence[KeyChange],
-    standings: Mapping[str, ResumePoint],
+    resume_points: Mapping[str, ResumePoint],
 ) -> None:
     """Require that a finished stage has steps left after the change, and that nothing was built on its result."""
-    standing, of = standings[new.name], _of_stage(new.name, len(recipe.stages))
-    result = standing.result
+    resume_point, of = resume_points[new.name], _of_stage(new.name, len(recipe.stages))
+    result = resume_point.result
     assert result is not None
     where = directory / "checkpoints" / new.name
-    told = ", ".join(change.key for change in changes)
-    if standing.checkpoint is None:
-        raise RecipeError(f"{of}{told}: the stage was passed over, so there is nothing to continue. Start a new run.")
+    keys = ", ".join(change.key for change in changes)
+    if resume_point.checkpoint is None:
+        raise RecipeError(f"{of}{keys}: the stage was passed over, so there is nothing to continue. Start a new run.")
     if not _continues(new, result):
         raise RecipeError(
-            f"{of}{told}: the stage is finished after step {result.steps}, so this changes nothing. {_remedy(new, result)}"
+            f"{of}{keys}: the stage is finished after step {result.steps}, so this changes nothing. {_remedy(new, result)}"
         )
     if (where / REUSED).exists():
         origin = read_sealed(where / REUSED)
         settings = [f"stages.{origin['stage']}.{change.key}={json.dumps(change.new)}" for change in changes]
         raise RecipeError(
-            f"{of}{told}: the stage was taken from {origin['run']}, where its rollouts are. Extend it there: "
+            f"{of}{keys}: the stage was taken from {origin['run']}, where its rollouts are. Extend it there: "
             f"{shlex.join(['opd', 'resume', origin['run'], *settings])}"
         )
-    begun = [name for name in _built_on(recipe, new.name) if _has_begun(directory, name, standings[name])]
+    begun = [name for name in _built_on(recipe, new.name) if _has_begun(directory, name, resume_points[name])]
     if begun:
         settings = [f"stages.{new.name}.{change.key}={json.dumps(change.new)}" for change in changes]
         again = [] if recipe.plugins else ["--reuse", str(directory)]  # no key covers plugin code
         command = shlex.join(["opd", "run", str(recipe_file(directory)), *settings, *again])
         raise RecipeError(
-            f"{of}{told}: {', '.join(begun)} began with the model that {new.name} ended with after step {result.steps}, and "
-            f"would no longer belong to it. Start a new run, which does both again: {command}"
+            f"{of}{keys}: {', '.join(begun)} began with the model that {new.name} ended with after step {result.steps}, and "
+            f"would no longer belong to it. Start a new run, which runs both again: {command}"
         )
 
 
 def _remedy(new: Stage, result: StageResult) -> str:
     if result.steps >= new.train.steps:
         return f"Raise train.steps above {result.steps}."
-    if spent(new, result):
-        return f"Its tokens are spent: raise train.tokens above {result.tokens:,} as well, or set it to null."
-    return "Its evaluations say enough: change eval.early_stop as well, or set it to null."
+    if budget_used_up(new, result):
+        return f"Its token budget is used up: raise train.tokens above {result.tokens:,} as well, or set it to null."
+    return "Early stopping has ended it: change eval.early_stop as well, or set it to null."
 
 
 def _built_on(recipe: Recipe, name: str) -> list[str]:
@@ -260,8 +263,8 @@ def _built_on(recipe: Recipe, name: str) -> list[str]:
     return found[1:]
 
 
-def _has_begun(directory: Path, name: str, standing: ResumePoint) -> bool:
-    if standing.result is not None or standing.checkpoint is not None or name in read_start(directory):
+def _has_begun(directory: Path, name: str, resume_point: ResumePoint) -> bool:
+    if resume_point.result is not None or resume_point.checkpoint is not None or name in read_start(directory):
         return True
     if merged_directory(directory, name).is_dir():
         return True
@@ -277,7 +280,7 @@ def _write(directory: Path, stages: Mapping[str, Mapping[str, Any]]) -> None:
     changes = facts.get("changes", [])
     name = recipe_name(len(changes) + 1)
     text = changed_text(current.read_text(encoding="utf-8"), {stage: part["keys"] for stage, part in stages.items()})
-    write_whole(directory / name, text)
+    write_atomic(directory / name, text)
     for stage, part in stages.items():
         folder = checkpoint_directory(directory, stage, 0).parent
         if part["result"] is not None and (folder / RESULT).exists():
@@ -302,21 +305,21 @@ def recover_changed(directory: Path, name: str, files: Mapping[str, str]) -> boo
     cut = (directory / name).read_bytes().rstrip(b"\0") if (directory / name).is_file() else b""
     if not text.encode().startswith(cut):  # the user edited it
         return False
-    write_whole(directory / name, text)
+    write_atomic(directory / name, text)
     return True
 
 
-def correct_changes(directory: Path, standings: Mapping[str, ResumePoint], say: Callable[[str], None]) -> None:
+def correct_changes(directory: Path, resume_points: Mapping[str, ResumePoint], say: Callable[[str], None]) -> None:
     """If a missing checkpoint takes a stage back to before a change, record that the repeated steps use the changed settings."""
     facts = read_sealed(directory / SEALS)
     corrected = False
     for change in facts.get("changes", []):
         for name, part in change["stages"].items():
-            result = standings[name].result
+            result = resume_points[name].result
             done = 0 if result is None else result.steps
             if part["after"] > done:
                 say(
-                    f"{name}: steps {done + 1} to {part['after']} are done again, with what was changed later: "
+                    f"{name}: steps {done + 1} to {part['after']} are repeated with settings that were changed later: "
                     f"{', '.join(part['keys'])}"
                 )
                 part["after"], part["lr"], corrected = done, None, True
@@ -353,6 +356,6 @@ def as_overrides(before: Recipe, after: Recipe) -> list[str]:
     return [f"{f'stages.{name}.' if several else ''}{change.key}={json.dumps(change.new)}" for name, change in found]
 
 
-def told_now(directory: Path, stage: str, steps: int) -> list[dict[str, Any]]:
+def changes_from(directory: Path, stage: str, steps: int) -> list[dict[str, Any]]:
     """Changes of a stage that take effect after this step."""
     return [part for part in parts_of(changes_of(directory), stage) if part["after"] == steps]

@@ -13,9 +13,11 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Seq
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
 from pathlib import Path
 
-from opd.common.errors import DataError, RunDirectoryError
-from opd.common.files import content_hash
+from opd.common.errors import DataError, ModelError, RunDirectoryError
+from opd.common.files import content_hash, fresh_directory, sync
 from opd.models.load import Location, hub_commit, locate, model_files, require_hub
+from opd.models.merging import same_directory
+from opd.models.modules import WEIGHTS
 from opd.recipe import STAGE_PREFIX, Recipe, Stage
 from opd.recipe.paths import RESULT
 from opd.recipe.run_changes import recipe_file
@@ -147,6 +149,14 @@ def _files(stage: Stage) -> Iterator[tuple[Path, str, str]]:
         yield from ((path, str(path.absolute()), f"teacher {name}") for path in kind.files())
     for model, _, what in _models(stage):
         yield from ((path, name, what) for path, name in model_files(model))
+    for name, module in stage.modules.items():
+        if module.weights is not None and module.source is None:
+            path = Path(module.weights) / WEIGHTS
+            if not path.is_file():
+                raise ModelError(
+                    f"modules.{name}.weights: {path} is not a file. Name a module's folder in a checkpoint."
+                )
+            yield path, str(path.absolute()), f"module {name}"
     for reward, what in _rewards(stage):
         if (file := reward.file()) is not None:
             yield file, str(file.absolute()), what
@@ -164,9 +174,15 @@ def _models(stage: Stage) -> Iterator[tuple[str, str | None, str]]:
     """(name, revision, role) of every model that does not come from an earlier stage of the run."""
     found = [(start, stage.student.revision, "student") for start in stage.starts]
     if stage.student.merge is not None:
-        found += [(path, None, "student") for path in stage.student.merge.beside()]
+        found += [(path, None, "student") for path in stage.student.merge.extra_directories()]
     found += [
         (ref.model, ref.revision, f"teacher {name}") for name, kind in stage.teachers.items() for ref in kind.reads()
+    ]
+    found += [
+        (model, revision, f"module {name}")
+        for name, module in stage.modules.items()
+        for model, revision in module.reads("", None)
+        if model
     ]
     yield from (model for model in found if not model[0].startswith(STAGE_PREFIX))
 
@@ -223,3 +239,65 @@ class _Reader:
             raise CancelledError
         with self._lock:
             self._done += size
+
+
+# --- Merged models that stages start from: each is created once and kept in the run directory ---
+
+
+MERGED_FOLDER = "merged"
+
+
+def merged_directory(directory: Path, stage: str) -> Path:
+    return directory / MERGED_FOLDER / stage
+
+
+class PlannedModels:
+    """The models that stages will start from and save, before any stage has run. Existing models of the same shapes stand for them."""
+
+    def __init__(self) -> None:
+        self._known: dict[str, tuple[str, str | None]] = {}  # stage:NAME, merge:NAME -> a model and its revision
+        self._bases: dict[str, str | None] = {}  # stage:NAME -> the base of its adapters; None: it has none
+
+    def resolve(self, name: str) -> str:
+        return self._named(name)[0]
+
+    def add(self, stage: Stage) -> None:
+        """Add the next stage, in the order of the recipe. Rejects merges with parts that do not fit each other."""
+        student, saved = stage.student, STAGE_PREFIX + stage.name
+        if student.merge is not None:
+            student.merge.require_planned(self._named, self._bases)
+            self._known[student.model] = self._named(student.merge.reads()[0])
+        self._known[saved] = self._known.get(student.model, (student.model, student.revision))
+        self._bases[saved] = None if student.lora is None else self._base(student.model, student.revision)
+
+    def _named(self, name: str) -> tuple[str, str | None]:
+        return self._known.get(name, (name, None))
+
+    def _base(self, start: str, revision: str | None) -> str:
+        return start if start in self._known else same_directory(locate(start, revision).path)
+
+
+def require_merges(recipe: Recipe) -> None:
+    """Reject impossible merges before the first stage begins. The shapes of all parts are known."""
+    if any(stage.student.merge is not None for stage in recipe.stages):
+        planned = PlannedModels()
+        for stage in recipe.stages:
+            planned.add(stage)
+
+
+def merge_start(stage: Stage, directory: Path, resolve: Callable[[str], str], recorded: Inputs) -> None:
+    """Create the merged model, or use the one of an earlier process. A directory with the final name is complete."""
+    where, merge = merged_directory(directory, stage.name), stage.student.merge
+    if merge is None or where.is_dir():
+        return
+
+    def named(name: str) -> tuple[str, str | None]:
+        return resolve(name), revision_begun_with(recorded, name, None)
+
+    merge.require(named)
+    partial = fresh_directory(where.with_name(f".{where.name}.partial"))
+    merge.make(named).save(partial)
+    for path in partial.rglob("*"):
+        sync(path)
+    partial.rename(where)
+    sync(where.parent)

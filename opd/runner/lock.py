@@ -1,7 +1,7 @@
 """One owner per run directory: `run.lock` names the process that writes there.
 
 The kernel holds the lock (`flock`), so it ends with its process, however that ends, and the next process can take it. The text in the
-file only names the holder. Readers of a run directory briefly check whether it is held (`opd.common.process_identity.at_work`).
+file only names the holder. Readers of a run directory briefly check whether it is held (`opd.common.process_identity.is_running`).
 
 A new run uses `claim`: it creates the directory and locks it before it reads or writes anything there. A second process finds the
 directory locked or in use, and takes the next name.
@@ -19,26 +19,26 @@ from types import TracebackType
 from typing import Any
 
 from opd.common.errors import RunDirectoryError, RunLocked
-from opd.common.process_identity import NAME, describe, elsewhere, holder, myself
+from opd.common.process_identity import NAME, describe, elsewhere, holder, this_process
 
 LEASE, AGAIN = 180.0, 2.0  # seconds to wait for another machine's lock, which NFS keeps for 90, and between attempts
-ATTEMPTS = 100  # at a directory that other processes create and remove meanwhile
+ATTEMPTS = 100  # at a directory that other processes create and remove in the meantime
 LOOKS, BETWEEN = 25, 0.02  # attempts at a held lock, which a reader may hold briefly; seconds between them
 _held: set[int] = set()
 
 
-class Gone(RunDirectoryError):
+class DirectoryRemoved(RunDirectoryError):
     """The directory was removed by the process that had created it."""
 
 
-def _let_go() -> None:
+def _close_inherited() -> None:
     """Close the parent's lock in a forked process, which would otherwise share it."""
     for handle in _held:
         os.close(handle)
     _held.clear()
 
 
-os.register_at_fork(after_in_child=_let_go)
+os.register_at_fork(after_in_child=_close_inherited)
 
 
 class RunLock:
@@ -60,10 +60,10 @@ class RunLock:
             handle = self._open(looks)
         self._handle, self.previous = handle, holder(self.directory)
         _held.add(handle)
-        self._write(json.dumps(myself()))
+        self._write(json.dumps(this_process()))
         return self
 
-    def take_patiently(self) -> RunLock:
+    def take_with_wait(self) -> RunLock:
         """For a restarted job: a file server keeps the lock of a lost machine for a while."""
         until, told = time.monotonic() + LEASE, False
         while True:
@@ -77,7 +77,7 @@ class RunLock:
                 from opd.common.http import to_stderr  # keeps `opd --help` fast
 
                 to_stderr(
-                    f"{self.directory} is in use by {who}. If that machine is gone, its lock ends: waiting {LEASE:g} s"
+                    f"{self.directory} is in use by {who}. If that machine is down, its lock expires: waiting {LEASE:g} s"
                 )
             told = True
             time.sleep(AGAIN)
@@ -87,7 +87,7 @@ class RunLock:
         try:
             handle = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
         except FileNotFoundError:
-            raise Gone(f"{self.directory}: no such directory.") from None
+            raise DirectoryRemoved(f"{self.directory}: no such directory.") from None
         except OSError as error:
             raise RunDirectoryError(
                 f"{self.path} cannot be opened: {error.strerror}. A process that writes to a run directory must be able to "
@@ -166,7 +166,7 @@ def claim(wanted: Path) -> tuple[RunLock, bool]:
             lock = RunLock(candidate)
             try:
                 lock.take(looks=1)
-            except Gone:
+            except DirectoryRemoved:
                 continue
             except RunLocked:
                 pass

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from opd.common.errors import UserError
-from opd.common.files import lines_checked, read_lines, write_whole
+from opd.common.files import lines_checked, read_lines, write_atomic
 from opd.common.text import plain
 from opd.evaluation import Measures
 from opd.monitors.monitor import Alarm, Evaluated, History, Monitor, RecipeStage, StageFacts, differences, frozen
@@ -23,7 +23,7 @@ from opd.recipe.paths import output_of
 from opd.recipe.read import validate
 from opd.recipe.stage import MERGED
 from opd.runner.checkpoint import checkpoint_directory, read_state, step_of, steps_in
-from opd.runner.merges import merged_directory
+from opd.runner.inputs import merged_directory
 from opd.runner.results import StageResult
 
 MONITORS = "monitors.jsonl"
@@ -31,7 +31,7 @@ QUIET = 20  # steps without a reason before a monitor raises its next alarm
 NAME = 55  # characters of the run's name kept in the remedy's name
 
 
-class StageWatch:
+class StageMonitors:
     """`say`: prints a line. `stop`: ends the run at the next safe moment."""
 
     def __init__(
@@ -105,13 +105,13 @@ class StageWatch:
             "action": action,
         }
         self._write(self._path(monitor), line)
-        applied = f" To go on with {_listed(line['changes'])}: {line['command']}" if line["recipe"] else ""
+        applied = f" To continue with {_listed(line['changes'])}: {line['command']}" if line["recipe"] else ""
         self._say(
             f"{self._spec.name}: ALARM ({monitor.name}) at step {line['step']}: {alarm.words}. What helps: {monitor.remedy}.{applied}"
         )
         if action == "stop":
             self._say(
-                f"{self._spec.name}: monitors.action is stop, so the run ends here; `opd resume` would go on all the same"
+                f"{self._spec.name}: monitors.action is stop, so the run ends here; `opd resume` continues it anyway"
             )
             self._stop()
         return line
@@ -123,7 +123,7 @@ class StageWatch:
 
     @property
     def _plugins(self) -> list[str]:
-        """The run's copies of plugins, which lie next to the recipe. Their choices are registered already."""
+        """The run's copies of plugins, which are next to the recipe. Their choices are registered already."""
         return [f"{PLUGINS}/{Path(name).name}" if name.endswith(".py") else name for name in self._recipe.plugins]
 
     def _base(self, step: int) -> Path | None:
@@ -141,23 +141,23 @@ class StageWatch:
         line |= {"recipe": None, "changes": None, "command": None}
         for changed in monitor.remedies(as_it_was):
             try:
-                stages = self._with_needed(validate(self._taken_up(own, changed, base)))
+                stages = self._with_needed(validate(self._continued(own, changed, base)))
                 recipe = load_recipe({"name": f"{self._recipe.name[:NAME]}-remedy", "stages": stages})
             except UserError:  # not valid with these models, this objective or these prompts
                 continue
             (now,) = [stage.model_dump(mode="json") for stage in recipe.stages if stage.name == own.name]
-            changes = [*differences(self._taken_up(own, as_it_was, base), now)]
+            changes = [*differences(self._continued(own, as_it_was, base), now)]
             if not changes:
                 continue
             line["recipe"], line["changes"] = path.name, changes
             again = ["--reuse", str(self._directory)] if len(stages) > 1 else []  # finished ones need not run again
             line["command"] = shlex.join(["opd", "run", str(path), *again])
             text = recipe.model_copy(update={"plugins": self._plugins}).to_yaml()
-            write_whole(path, _header(line, base) + text)
+            write_atomic(path, _header(line, base) + text)
             self._bases[path] = line, base
             return
 
-    def _taken_up(self, own: Stage, changed: RecipeStage, base: Path | None) -> RecipeStage:
+    def _continued(self, own: Stage, changed: RecipeStage, base: Path | None) -> RecipeStage:
         """A stage that continues from a checkpoint for the remaining steps. Teachers that are the student's start model keep that model."""
         stage = {**changed, "seed": (own.seed + 1) % 2**63}  # other prompts and draws than before
         if base is None:
@@ -192,13 +192,13 @@ class StageWatch:
 
 
 def _header(line: Mapping[str, Any], base: Path | None) -> str:
-    told = [
+    lines = [
         f"Stage {line['stage']}, step {line['step']}, monitor {line['monitor']}: {line['words']}.",
         f"What helps: {line['remedy']}.",
         f"Changed here: {_listed(line['changes'])}",
-        f"It goes on from {base or 'the beginning of the stage'}: {line['command']}",
+        f"It continues from {base or 'the beginning of the stage'}: {line['command']}",
     ]
-    return "".join(f"# {plain(one)}\n" for one in told)
+    return "".join(f"# {plain(one)}\n" for one in lines)
 
 
 def _listed(changes: Sequence[str]) -> str:
@@ -225,7 +225,8 @@ def evaluation_metrics(measures: Mapping[str, Measures]) -> dict[str, float | No
     found: dict[str, float | None] = {f"eval/{domain}": one.value for domain, one in measures.items()}
     for domain, one in measures.items():
         more: Sequence[tuple[str, float | None]] = (
-            ("eval_stderr", one.stderr), ("eval_k", one.pass_at_k), ("eval_k_stderr", one.pass_at_k_stderr)
+            ("eval_stderr", one.stderr), ("eval_k", one.pass_at_k), ("eval_k_stderr", one.pass_at_k_stderr),
+            ("eval_loss", one.loss),
         )  # fmt: skip
         found |= {f"{name}/{domain}": value for name, value in more if value is not None}
     return found

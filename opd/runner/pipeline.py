@@ -33,9 +33,11 @@ from opd.runner.checkpoint import (
     StageCheckpoints,
     checkpoint_directory,
     cut_lines,
-    find_standings,
+    find_resume_points,
     point_latest,
+    push,
     read_state,
+    require_access,
     require_rollouts,
     restore,
     sync_lines,
@@ -43,25 +45,29 @@ from opd.runner.checkpoint import (
     write_passed_over,
     write_result,
 )
-from opd.runner.evaluate import Evaluator
-from opd.runner.extend import correct_changes, told_now
-from opd.runner.hub import push, require_access
-from opd.runner.inputs import Inputs, check_inputs, inputs_of, revision_read
-from opd.runner.interrupts import Interrupts
-from opd.runner.live import CallbackRaised, Callbacks, Hooks, LiveRun
+from opd.runner.directory import CallbackRaised, Callbacks, Hooks, Interrupts, LiveRun
+from opd.runner.evaluate import Evaluator, read_start, start_table, table_of, write_start
+from opd.runner.extend import changes_from, correct_changes
+from opd.runner.inputs import Inputs, check_inputs, inputs_of, merge_start, merged_directory, revision_read
 from opd.runner.lock import RunLock
-from opd.runner.merges import merge_start, merged_directory
 from opd.runner.monitoring import evaluation_metrics
 from opd.runner.progress import Progress
-from opd.runner.reports import Reports, told, write_summary
-from opd.runner.results import StageResult, early_stop, good_enough, spent, watched
+from opd.runner.reports import Reports, final_words, write_summary
+from opd.runner.results import (
+    StageResult,
+    budget_used_up,
+    early_stop,
+    meets_stop_rules,
+    narrowed,
+    require_evaluated,
+    selected,
+    watched,
+)
 from opd.runner.reuse import REUSED
 from opd.runner.run_files import WRITTEN
-from opd.runner.select import narrowed, require_evaluated, selected
 from opd.runner.stage import open_stage
-from opd.runner.teacher_table import read_start, start_table, table_of, write_start
 from opd.store import REPAIRED, RolloutStore
-from opd.store.rollouts import StoreElsewhere
+from opd.store.rollouts import NullStore
 from opd.teachers.table import warnings
 
 
@@ -90,7 +96,6 @@ class Pipeline:
         self._progress = Progress(console, self._directory / "log.txt" if leads else None, quiet or not leads)
         self._outputs: dict[str, Path] = {}  # stage name -> saved model
         self._results: list[StageResult] = []
-        self._phase = "loading"
         self._interrupts = Interrupts(self._progress.say, recipe.stages[0].checkpoint.grace)
         self.live = LiveRun(self._directory, self._interrupts.ask)
         self._reports = Reports(recipe, self._directory, self._progress, self.live.stop)
@@ -105,20 +110,20 @@ class Pipeline:
         status = "failed"
         self.began = resume
         with disk_errors(self._directory, self._advice), self._interrupts, self._progress:
-            standings = self._shared_standings() if resume else [ResumePoint() for _ in self._recipe.stages]
-            if not standings:
+            resume_points = self._shared_resume_points() if resume else [ResumePoint() for _ in self._recipe.stages]
+            if not resume_points:
                 return
-            stages = list(zip(self._recipe.stages, standings, strict=True))
+            stages = list(zip(self._recipe.stages, resume_points, strict=True))
             require_reachable(self._recipe, self._chosen, [stage.name for stage, found in stages if found.output])
             left = [stage for stage, found in stages if found.output is None and stage.name not in self._chosen]
-            for stage, standing in stages:
-                if standing.output is None and self.ranks.leads:
+            for stage, resume_point in stages:
+                if resume_point.output is None and self.ranks.leads:
                     require_access(stage)
             store = self.live.rollouts = self._open_store()
             try:
-                for stage, standing in stages:
+                for stage, resume_point in stages:
                     if stage not in left:
-                        self._stage(stage, store, standing)
+                        self._stage(stage, store, resume_point)
                 status = "partial" if left else "done"
             except Stopped as stop:
                 status = "preempted" if isinstance(stop, Preempted) else "stopped"
@@ -135,15 +140,15 @@ class Pipeline:
 
     def _open_store(self) -> RolloutStore:
         directory = self._directory / "rollouts"
-        return RolloutStore(directory) if self.ranks.leads else StoreElsewhere(directory)
+        return RolloutStore(directory) if self.ranks.leads else NullStore(directory)
 
-    def _shared_standings(self) -> list[ResumePoint]:
-        """The standings that the leader finds; it also cleans up."""
-        told = self.ranks.share(lambda: [standing.to_plain() for standing in self._take_up()])
+    def _shared_resume_points(self) -> list[ResumePoint]:
+        """The resume_points that the leader finds; it also cleans up."""
+        plain = self.ranks.share(lambda: [resume_point.to_plain() for resume_point in self._take_over_run()])
         folders = [checkpoint_directory(self._directory, spec.name, 0).parent for spec in self._recipe.stages]
-        return [ResumePoint.of_plain(found, folder) for found, folder in zip(told, folders, strict=bool(told))]
+        return [ResumePoint.of_plain(found, folder) for found, folder in zip(plain, folders, strict=bool(plain))]
 
-    def _take_up(self) -> list[ResumePoint]:
+    def _take_over_run(self) -> list[ResumePoint]:
         """Where every stage stands, or nothing if the run is finished. Cuts files written per step back to that point."""
         if (previous := self._lock.previous) is not None:
             self._progress.say(
@@ -152,23 +157,23 @@ class Pipeline:
         recipes = [recipe_name(number) for number in range(len(changes_of(self._directory)) + 2)]
         names = {*WRITTEN, *recipes} - {"report.html"}  # `opd report` writes it without the lock
         remove_partials(self._directory, names)
-        standings = find_standings(self._directory, self._recipe, self._progress.say)
+        resume_points = find_resume_points(self._directory, self._recipe, self._progress.say)
         summary = self._directory / "summary.json"
-        if all(standing.output for standing in standings) and self._summary_says_done():
-            self._progress.say(f"{self._directory} is finished; its model is {standings[-1].output}")
+        if all(resume_point.output for resume_point in resume_points) and self._summary_says_done():
+            self._progress.say(f"{self._directory} is finished; its model is {resume_points[-1].output}")
             return []
-        stages = [(spec, standing) for spec, standing in zip(self._recipe.stages, standings, strict=True)]
-        self._check_inputs([spec for spec, standing in stages if standing.output is None])
-        require_rollouts(self._directory, standings)
+        stages = [(spec, resume_point) for spec, resume_point in zip(self._recipe.stages, resume_points, strict=True)]
+        self._check_inputs([spec for spec, resume_point in stages if resume_point.output is None])
+        require_rollouts(self._directory, resume_points)
         summary.unlink(missing_ok=True)
-        by_name = {spec.name: standing for spec, standing in stages}
+        by_name = {spec.name: resume_point for spec, resume_point in stages}
         correct_changes(self._directory, by_name, self._progress.say)
         for name in LINES:
-            said, left = cut_lines(self._directory / name, by_name, checked=lines_checked(self._directory))
+            notes, left = cut_lines(self._directory / name, by_name, checked=lines_checked(self._directory))
             self._reports.written[name] = left
-            for line in said:
+            for line in notes:
                 self._progress.say(line)
-        return standings
+        return resume_points
 
     def _summary_says_done(self) -> bool:
         """Whether all stages are finished according to the summary. A summary that contradicts their sealed results is rewritten."""
@@ -196,21 +201,23 @@ class Pipeline:
 
     # --- One stage ---
 
-    def _stage(self, spec: Stage, store: RolloutStore, standing: ResumePoint) -> None:
-        result = standing.result or StageResult(spec.name)
+    def _stage(self, spec: Stage, store: RolloutStore, resume_point: ResumePoint) -> None:
+        result = resume_point.result or StageResult(spec.name)
         self._results.append(result)
-        if standing.checkpoint is not None and self.ranks.leads:
-            point_latest(standing.checkpoint)  # the process before may have ended between the save and this link
-        if standing.output is not None:
-            self._outputs[spec.name] = standing.output
-            if standing.checkpoint is not None and not (standing.output.parent / REUSED).exists():  # stored in this run
-                self._consumed = read_state(standing.output)["rollouts"]
+        if resume_point.checkpoint is not None and self.ranks.leads:
+            point_latest(resume_point.checkpoint)  # the process before may have ended between the save and this link
+        if resume_point.output is not None:
+            self._outputs[spec.name] = resume_point.output
+            if (
+                resume_point.checkpoint is not None and not (resume_point.output.parent / REUSED).exists()
+            ):  # stored in this run
+                self._consumed = read_state(resume_point.output)["rollouts"]
             return
         if (chosen := self._select(spec, result)) is None:
             return self._pass_over(spec, result)
-        self._carry_out(chosen, store, standing, result)
+        self._carry_out(chosen, store, resume_point, result)
 
-    def _carry_out(self, spec: Stage, store: RolloutStore, standing: ResumePoint, result: StageResult) -> None:
+    def _carry_out(self, spec: Stage, store: RolloutStore, resume_point: ResumePoint, result: StageResult) -> None:
         if self.ranks.leads and self._inputs is not None and spec.name != self._recipe.stages[0].name:
             self._check_inputs([spec])  # inputs may have changed since the run began or resumed
         self._interrupts.grace = spec.checkpoint.grace
@@ -218,16 +225,16 @@ class Pipeline:
         self._progress.start_stage(spec.name, spec.train.steps, result.steps, every)
         self._begun = time.monotonic() - result.seconds
         store.configure(commit_ms=spec.store.commit_ms, fsync=spec.store.fsync, hidden=spec.keeps_hidden)
-        with plugin_errors(), explain_memory(lambda: self._phase):
-            parts, saved = self._opened(spec, store, standing, result)
+        with plugin_errors(), explain_memory(lambda: self._progress.current_phase):
+            parts, saved = self._opened(spec, store, resume_point, result)
             evaluator = Evaluator(parts)
-        self._say_where(spec.name, result.steps, standing.checkpoint)
+        self._say_where(spec.name, result.steps, resume_point.checkpoint)
         if self.ranks.leads:
             self._reports.open(spec, result)
         self._progress.say(f"{spec.name}: {spec.train.steps} steps on {parts.place}; run directory {self._directory}")
         self.live.enter(spec.name, result.steps, parts)
         try:
-            with plugin_errors(), explain_memory(lambda: self._phase):
+            with plugin_errors(), explain_memory(lambda: self._progress.current_phase):
                 require_evaluated(self._recipe, self._chosen, spec.name, parts.questions)
                 self._compare(parts, result)
                 self._before(evaluator, result)
@@ -247,18 +254,18 @@ class Pipeline:
             result.seconds = time.monotonic() - self._begun
 
     def _opened(
-        self, spec: Stage, store: RolloutStore, standing: ResumePoint, result: StageResult
+        self, spec: Stage, store: RolloutStore, resume_point: ResumePoint, result: StageResult
     ) -> tuple[StageParts, StageCheckpoints]:
         """The parts of the stage, restored from its newest checkpoint, and the writer of the next ones."""
-        self._on_phase("loading")
+        self._progress.phase("loading")
         parts, newest = self._open(spec, store), list[str]()
-        if standing.checkpoint is not None:
-            newest = restore(parts, standing.checkpoint)
+        if resume_point.checkpoint is not None:
+            newest = restore(parts, resume_point.checkpoint)
         saved = StageCheckpoints(
             parts, result, self._directory, self._saver, self._callbacks, self._begun, self._recipe
         )
-        saved.metrics = standing.unreported or {}
-        saved.unreported = StepReport(saved.metrics, Written(newest)) if standing.unreported else None
+        saved.metrics = resume_point.unreported or {}
+        saved.unreported = StepReport(saved.metrics, Written(newest)) if resume_point.unreported else None
         saved.lines = partial(self._reports.lines, spec.name)
         return parts, saved
 
@@ -266,7 +273,7 @@ class Pipeline:
         """Print where a stage continues, and which settings change from there on."""
         if checkpoint is not None:
             self._progress.say(f"{stage}: continuing after step {steps} from {checkpoint}")
-        for part in told_now(self._directory, stage, steps):
+        for part in changes_from(self._directory, stage, steps):
             self._progress.say(f"{stage}: changed {part_in_words(part)}")
 
     def _select(self, spec: Stage, result: StageResult) -> Stage | None:
@@ -299,7 +306,7 @@ class Pipeline:
             self._directory,
             ranks=self.ranks,
             say=self._progress.say,
-            on_phase=self._on_phase,
+            on_phase=self._progress.phase,
             check_stop=self._check_stop,
         )
         parts = open_stage(
@@ -320,24 +327,32 @@ class Pipeline:
         """Train step by step; report, evaluate and save as the recipe says."""
         parts = evaluator.parts
         parts.objective.plateau = result.plateau
-        enough = self._close_step(evaluator, result, saved) if saved.unreported else good_enough(parts.spec, result)
-        while result.steps < parts.spec.train.steps and not enough and not spent(parts.spec, result):
+        if parts.rollouter.pace is not None:
+            if not result.losses:
+                result.note_loss(result.before)
+            parts.rollouter.pace.losses = result.losses
+        enough = (
+            self._close_step(evaluator, result, saved) if saved.unreported else meets_stop_rules(parts.spec, result)
+        )
+        while result.steps < parts.spec.train.steps and not enough and not budget_used_up(parts.spec, result):
             parts.context.check_stop()
             saved.check()
             self.began = True
             parts.stream.divide(result.gaps, self.ranks.share)
             report = run_step(parts, result.steps + 1)
-            self._say_taken_up(parts.spec.name, report)
+            self._say_resumed(parts.spec.name, report)
             result.steps, result.tokens = result.steps + 1, result.tokens + report.metrics["tokens"]
             result.skipped, self.live.step = parts.stream.skipped, result.steps
+            if parts.rollouter.pace is not None:
+                parts.rollouter.pace.note(report.metrics)
             saved.step_ended(report)
             enough = self._close_step(evaluator, result, saved)
         if result.steps < parts.spec.train.steps:
             self._progress.say(early_stop(parts.spec, result, enough))
 
-    def _say_taken_up(self, stage: str, report: StepReport) -> None:
+    def _say_resumed(self, stage: str, report: StepReport) -> None:
         written, step = report.written, report.metrics["step"]
-        if written.taken_up:
+        if written.resumed:
             self._progress.say(
                 f"{stage}: step {step} took {written.finished} finished rollouts from the store and continued {written.continued}"
             )
@@ -351,7 +366,7 @@ class Pipeline:
         if self.ranks.leads:
             self._reports.step(parts, report, sum(before.steps for before in self._results[:-1]))
         saved.unreported = None
-        enough = good_enough(parts.spec, result)
+        enough = meets_stop_rules(parts.spec, result)
         if better or enough or (every and step % every == 0):
             saved.keep(better)
         self._callbacks.step(saved.metrics)
@@ -366,7 +381,7 @@ class Pipeline:
         if parts.spec.name in known:
             result.start = known[parts.spec.name]
             return
-        self._on_phase("compare teachers")
+        self._progress.phase("compare teachers")
         pairs = start_table(parts)
         if self.ranks.leads:
             write_start(self._directory, parts.spec.name, pairs, known)
@@ -380,12 +395,12 @@ class Pipeline:
         parts = evaluator.parts
         if not parts.questions or result.before:
             return
-        self._on_phase("evaluate")
+        self._progress.phase("evaluate")
         before = evaluator.student()
         self._progress.evaluated(
             0, {domain: found.value for domain, found in before.items() if found.value is not None}
         )
-        self._on_phase("evaluate teachers")
+        self._progress.phase("evaluate teachers")
         if parts.spec.eval.teachers and parts.teachers:
             result.teachers = evaluator.teachers()
             result.teacher_of = dict(parts.teacher_of)
@@ -403,10 +418,11 @@ class Pipeline:
         spec = parts.spec.eval
         if not spec.every or step % spec.every or step == parts.spec.train.steps or not parts.questions:
             return False
-        self._on_phase("evaluate")
+        self._progress.phase("evaluate")
         measures = evaluator.student()
         metrics |= evaluation_metrics(measures)
         better = result.note_evaluation(step, measures, watched(measures, spec.metric))
+        result.note_loss(measures)
         if self.ranks.leads:
             self._reports.answers(evaluator, step)
         if result.plateau is None and result.evaluations(spec.metric).plateau(spec.plateau):
@@ -417,7 +433,7 @@ class Pipeline:
         parts = evaluator.parts
         better = False
         if parts.questions and not result.after:
-            self._on_phase("evaluate")
+            self._progress.phase("evaluate")
             result.after = evaluator.student()
             better = result.note_evaluation(result.steps, result.after, watched(result.after, parts.spec.eval.metric))
             if self.ranks.leads:
@@ -434,10 +450,6 @@ class Pipeline:
             self._progress.say(f"WARNING: {parts.spec.name}: {failure}")
 
     # --- Stopping, errors, files ---
-
-    def _on_phase(self, phase: str) -> None:
-        self._phase = phase
-        self._progress.phase(phase)
 
     def _resolve_model(self, name: str) -> str:
         if name.startswith(MERGED):
@@ -457,5 +469,5 @@ class Pipeline:
         write_summary(self._recipe, self._directory, self._results, status)
         self._reports.page()
         if status in ("done", "partial"):
-            for shown in told(self._recipe, self._directory, self._results):
+            for shown in final_words(self._recipe, self._directory, self._results):
                 self._progress.say(shown) if isinstance(shown, str) else self._progress.show(shown)

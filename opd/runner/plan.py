@@ -11,11 +11,11 @@ from typing import TypedDict
 
 import torch
 
-from opd.common.files import json_text, write_whole
+from opd.common.files import json_text, write_atomic
 from opd.common.text import bytes_in_words, plain
 from opd.data.prompts import DOMAIN
 from opd.data.sources import PromptSource
-from opd.engines.gpu_layers import writes_out
+from opd.engines.layers import writes_out
 from opd.loop.producer import scores_ahead
 from opd.loop.ranks import Ranks
 from opd.models import load_config, lora_parameter_count, parameter_count
@@ -27,8 +27,8 @@ from opd.recipe import STAGE_PREFIX, Recipe, Stage
 from opd.recipe.stage import MICRO_TOKENS, WEIGHTS
 from opd.registry import Dtype
 from opd.runner.checks import Checked, check_stage
-from opd.runner.cost import ModelShape, in_short, memory, paged_sizes, teachers_held
-from opd.runner.merges import PlannedModels
+from opd.runner.cost import ModelShape, in_short, memory, models_of_modules, paged_sizes, teachers_held
+from opd.runner.inputs import PlannedModels
 from opd.teachers.kinds import BATCH_TOKENS, ModelRef
 from opd.teachers.pool import settled
 
@@ -68,7 +68,7 @@ class Plan:
             f"stage {self.stage} on {self.device}, precision {self.precision}",
             f"  student    {self.student}: {in_short(self.parameters)} parameters, {in_short(self.trained)} trained",
             *([f"  layers     one kernel each: {self.fused}"] if self.fused else []),
-            *([f"  layers     as their classes are written: {self.unfused}"] if self.unfused else []),
+            *([f"  layers     not fused: {self.unfused}"] if self.unfused else []),
             *(f"  teacher    {name}: {in_short(count)} parameters" for name, count in self.teachers.items()),
             *([f"  pool       {self.pool}"] if self.pool else []),
             *self._routes(),
@@ -125,7 +125,7 @@ def _plan(stage: Stage, resolve: Callable[[str], str]) -> Plan:
     return Plan(
         stage=stage.name, device=str(checked.device), precision=precision, student=stage.student.model, parameters=student, trained=trained,
         teachers=teachers, routes=checked.routes, route=stage.route, prompt_tokens=inputs.scanned.mean, notes=(*inputs.notes, *stage.sampler.notes()), tokens_per_step=rollouts * longest,
-        rollouts_per_step=rollouts, memory=memory(stage, precision, ModelShape.of(config, student), trained, here, longest), elsewhere=held,
+        rollouts_per_step=rollouts, memory=memory(stage, precision, ModelShape.of(config, student), trained, here, longest, modules=models_of_modules(stage, _shapes(resolve))), elsewhere=held,
         pool=stage.pool.describe(list(paged_sizes(stage, _usual(stage, checked.device), _shapes(resolve)).values()), str(checked.device)), ahead=_ahead(stage),
         sizes=sizes_in_words(stage), fused=fuse_layers(empty_model(config)) if kernels_on(checked.device) else "",
         unfused=why_stock(checked.device), evaluated=tuple(inputs.questions),
@@ -137,24 +137,24 @@ def _ahead(stage: Stage) -> str:
     if not rollout.staleness:
         return ""
     under_way = {
-        "recompute": "are read again by new weights and go on with them",
-        "keep": "go on with new weights over old keys and values",
-        "wait": "are finished with the weights they began with",
+        "recompute": "are prefilled again with the new weights and continue",
+        "keep": "continue with new weights over old keys and values",
+        "wait": "finish with the weights they began with",
     }
     terms = [term.name for term in stage.objective if term.compares_with_sampler]
     corrected = (
         f"ratios to the log-probs of each token's own version in {', '.join(terms)}" if terms else "no correction"
     )
-    beside = "rewards and teachers" if scores_ahead(stage) else "rewards"
-    count = stage.sampler.beside_trainer
+    alongside = "rewards and teachers" if scores_ahead(stage) else "rewards"
+    count = stage.sampler.processes_alongside
     where = (
-        "a thread with weights of its own"
+        "a thread with its own weights"
         if not count
-        else f"{count} process{'es' if count > 1 else ''} with weights of their own"
+        else f"{count} process{'es' if count > 1 else ''} with their own weights"
     )
     return (
-        f"sampling runs up to {rollout.staleness} steps ahead of training, in {where}; {beside} are asked beside "
-        f"training; rollouts under way {under_way[rollout.in_flight]}; {corrected}; a resumed run goes on, but not bit for bit"
+        f"sampling runs up to {rollout.staleness} steps ahead of training, in {where}; {alongside} run alongside "
+        f"training; unfinished rollouts {under_way[rollout.in_flight]}; {corrected}; a resumed run continues, but not bit for bit"
     )
 
 
@@ -178,8 +178,10 @@ def sizes_for(stage: Stage, checked: Checked, resolve: Callable[[str], str]) -> 
         held = _held(stage, device, resolve, student)[""]
         return ModelShape.of(config, student), _trained(stage, resolve, student), held
 
+    modules = cache(lambda: models_of_modules(stage, _shapes(resolve)))
+
     def estimate(settled: Stage) -> int:
-        return sum(memory(settled, precision, *counted(), longest).values())
+        return sum(memory(settled, precision, *counted(), longest, modules=modules()).values())
 
     half = (stage.sampler.dtype or WEIGHTS[precision]) == "bfloat16"
     written = half and kernels_on(device) and writes_out(config)
@@ -300,15 +302,15 @@ def kept_sizes(directory: Path, stage: str, choose: Callable[[], Sizes]) -> Size
     known = _read(directory)
     if stage not in known:
         known = {**known, stage: choose()}
-        write_whole(directory / NAME, json_text(known, indent=1))
+        write_atomic(directory / NAME, json_text(known, indent=1))
     return known[stage]
 
 
-def told_of_memory(directory: Path, stage: str, say: Callable[[str], None], tokens: int) -> None:
+def keep_smaller_budget(directory: Path, stage: str, say: Callable[[str], None], tokens: int) -> None:
     """Keep a halved budget after a restart."""
     say(f"{stage}: memory ran out; micro-batches have {tokens:,} tokens from now on")
     known = _read(directory)
-    write_whole(directory / NAME, json_text({**known, stage: {**known[stage], "micro_tokens": tokens}}, indent=1))
+    write_atomic(directory / NAME, json_text({**known, stage: {**known[stage], "micro_tokens": tokens}}, indent=1))
 
 
 def _read(directory: Path) -> Mapping[str, Sizes]:
@@ -322,5 +324,5 @@ def sizes_in_words(stage: Stage) -> str:
     parts = [f"micro-batches of {stage.train.micro_tokens:,} tokens"]
     parts += [f"teachers read {' or '.join(f'{tokens:,}' for tokens in scored)} at once"] if scored else []
     steps = decode_steps(stage)
-    worth = [f"{steps:,} decode steps; compiling is worth it from {COMPILED_STEPS:,} on a GPU"] if steps else []
+    worth = [f"{steps:,} decode steps; compiling pays off from {COMPILED_STEPS:,} on a GPU"] if steps else []
     return "; ".join([*parts, *stage.sampler.in_words(), *worth])

@@ -33,7 +33,8 @@ class Progress:
 
     def __init__(self, console: Console, log: Path | None, quiet: bool = False) -> None:
         self._console, self._log, self._quiet = console, log, quiet
-        self._stage, self._steps, self._phase = "", 0, ""
+        self._stage, self._steps = "", 0
+        self.current_phase = ""
         self._tokens, self._last_line = 0, 0.0
         self._metrics: dict[str, Any] = {}
         self._history: list[float] = []
@@ -77,14 +78,14 @@ class Progress:
 
     def phase(self, name: str) -> None:
         now = time.monotonic()
-        self._estimate.phase(self._phase, now - self._phase_started)
-        self._phase, self._tokens, self._phase_started = name, 0, now
+        self._estimate.others.setdefault(self.current_phase, []).append(now - self._phase_started)
+        self.current_phase, self._tokens, self._phase_started = name, 0, now
         if self._live and name == "loading":
             self._live.stop()
         elif self._live:
             self._live.start()
 
-    def token(self) -> None:
+    def token(self, token: object = None) -> None:
         self._tokens += 1
 
     def evaluated(self, step: int, scores: Mapping[str, float | None]) -> None:
@@ -140,7 +141,7 @@ class Progress:
             ProgressBar(total=max(self._steps, 1), completed=done, width=40),
             f"left {_clock(self._estimate.left())}",
         )
-        working = f"{self._phase} {time.monotonic() - self._phase_started:.0f} s" + (
+        working = f"{self.current_phase} {time.monotonic() - self._phase_started:.0f} s" + (
             f", {self._tokens} tokens" if self._tokens else ""
         )
         rows: list[RenderableType] = [head, cell(working, style="dim")]
@@ -196,12 +197,8 @@ class Estimate:
     def __init__(self, steps: int, every: Mapping[str, int]) -> None:
         self._steps, self._every = steps, dict(every)
         self._seconds: list[float] = []  # seconds of each step of this process
-        self._others: dict[str, list[float]] = {}
+        self.others: dict[str, list[float]] = {}  # seconds of each time that a phase was entered
         self._done, self._at = 0, time.monotonic()
-
-    def phase(self, name: str, seconds: float) -> None:
-        if name in self._every:
-            self._others.setdefault(name, []).append(seconds)
 
     def step(self, metrics: Mapping[str, Any]) -> None:
         self._seconds.append(sum(value for name, value in metrics.items() if name.startswith("time/")))
@@ -212,8 +209,9 @@ class Estimate:
         if len(self._seconds) < 2:
             return math.nan
         total = statistics.median(self._seconds[1:][-RECENT:]) * (self._steps - self._done)
-        for name, seconds in self._others.items():
-            every = self._every[name]
+        for name, every in self._every.items():
+            if not (seconds := self.others.get(name)):
+                continue
             times = (self._steps - 1) // every - self._done // every if every else 0
             total += statistics.median(seconds[-RECENT:]) * (max(times, 0) + 1)  # one more at the end
         return max(total - (time.monotonic() - self._at), 0.0)

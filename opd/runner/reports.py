@@ -12,7 +12,7 @@ import numpy as np
 from rich.table import Table
 
 from opd.common.errors import UserError
-from opd.common.files import append_text, json_text, line_of, lines_checked, read_lines, write_whole
+from opd.common.files import append_text, json_text, line_of, lines_checked, read_lines, write_atomic
 from opd.common.text import plain
 from opd.evaluation import Measures
 from opd.loop.metrics import StepReport, few_per_domain
@@ -23,10 +23,11 @@ from opd.recipe.run_changes import changes_in_words, changes_of
 from opd.recipe.stage import MERGED
 from opd.records import Rollout
 from opd.report.page import write_report
+from opd.rollouts.episodes import transcript
 from opd.runner.checkpoint import LINES
 from opd.runner.evaluate import Evaluator
-from opd.runner.merges import FOLDER
-from opd.runner.monitoring import MONITORS, StageWatch
+from opd.runner.inputs import MERGED_FOLDER
+from opd.runner.monitoring import MONITORS, StageMonitors
 from opd.runner.progress import Progress
 from opd.runner.results import Selected, StageResult, results_table
 from opd.runner.trackers import Experiment, Write, open_trackers
@@ -39,14 +40,14 @@ class Reports:
         self._recipe, self._directory, self._progress, self._stop = recipe, directory, progress, stop
         self._steps = sum(stage.train.steps for stage in recipe.stages)
         self._track: Write | None = None
-        self._watch: StageWatch | None = None  # the monitors of the current stage
+        self._watch: StageMonitors | None = None  # the monitors of the current stage
         self._opened = ExitStack()
         self.written: dict[str, Counter[tuple[str, int]]] = {name: Counter() for name in LINES}  # by stage and step
 
     def open(self, spec: Stage, result: StageResult) -> None:
         """Begin a stage. Trackers open after the first stage has loaded, so that a failed start leaves no experiment."""
         self._settle()
-        self._watch = StageWatch(self._recipe, spec, self._directory, result, self._progress.say, self._stop)
+        self._watch = StageMonitors(self._recipe, spec, self._directory, result, self._progress.say, self._stop)
         if self._track is None:
             log, config = self._recipe.stages[0].log, self._recipe.model_dump(mode="json")
             experiment = Experiment(self._directory, self._recipe.name, log.project, config)
@@ -111,7 +112,9 @@ class Reports:
                 "domain": entry.domain,
                 "source": entry.source,
                 "prompt": parts.student.tokenizer.decode(rollout.prompt_ids.tolist()),
-                "response": parts.text(rollout),
+                "response": transcript(rollout, parts.student.tokenizer)
+                if entry.stop == "env"
+                else parts.text(rollout),
                 "stop": entry.stop,
                 "id": entry.id,
                 "prompt_id": entry.prompt_id,
@@ -227,7 +230,7 @@ def write_summary(recipe: Recipe, directory: Path, results: Sequence[StageResult
     if alarms := alarms_of(directory):
         kept = ("stage", "step", "monitor", "words", "remedy", "recipe")
         summary["alarms"] = [{key: line[key] for key in kept} for line in alarms]
-    write_whole(directory / "summary.json", json_text(summary, indent=1))
+    write_atomic(directory / "summary.json", json_text(summary, indent=1))
 
 
 def alarms_of(directory: Path) -> list[dict[str, Any]]:
@@ -235,7 +238,7 @@ def alarms_of(directory: Path) -> list[dict[str, Any]]:
     return read_lines(directory / MONITORS, checked=lines_checked(directory)).whole
 
 
-def told(recipe: Recipe, directory: Path, results: Sequence[StageResult]) -> Iterator[str | Table]:
+def final_words(recipe: Recipe, directory: Path, results: Sequence[StageResult]) -> Iterator[str | Table]:
     """What is shown at the end: a table per stage, changes during the run, the story of a pipeline, and all alarms."""
     for result in results:
         if result.before:
@@ -282,7 +285,7 @@ def story_of(recipe: Recipe, results: Sequence[StageResult]) -> list[dict[str, A
 
 def _handed_on(start: str) -> str:
     """The output of a stage that was passed over: an earlier stage's model or a path."""
-    return f"{FOLDER}/{start.removeprefix(MERGED)}" if start.startswith(MERGED) else start
+    return f"{MERGED_FOLDER}/{start.removeprefix(MERGED)}" if start.startswith(MERGED) else start
 
 
 def _noise(before: Measures, after: Measures) -> float:
@@ -310,15 +313,15 @@ def story_lines(story: Sequence[Mapping[str, Any]]) -> list[str]:
         chosen = plain(Selected(**chapter["selected"]).in_words()) if "selected" in chapter else ""
         if "passed_over" in chapter:
             why = f": {chosen}" if chosen else ""  # older runs did not note the reason
-            lines.append(f"  passed over{why}; what comes out of it is {plain(chapter['passed_over'])}")
+            lines.append(f"  passed over{why}; its output is {plain(chapter['passed_over'])}")
         elif chosen:
             lines.append(f"  {chosen}")
         for what in ("gained", "lost", "kept"):
-            told = [
+            shown = [
                 f"{plain(domain)} {found['before']:.1%} to {found['after']:.1%} ({found['after'] - found['before']:+.1%})"
                 for domain, found in chapter["domains"].items()
                 if found["what"] == what
             ]
-            if told:
-                lines.append(f"  {what:6} {', '.join(told)}")
+            if shown:
+                lines.append(f"  {what:6} {', '.join(shown)}")
     return lines

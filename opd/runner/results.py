@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,11 +15,11 @@ from opd.common.errors import RecipeError
 from opd.common.text import cell, plain
 from opd.evaluation import Measures
 from opd.objective.stopping import EvaluationHistory
-from opd.recipe import Stage
+from opd.recipe import Recipe, Stage
 
 MEASURED = ("before", "after", "weight_average")  # fields of a result that map domains to measures
 PLAIN = ("name", "teacher_of", "tokens", "steps", "seconds", "saved", "best_value", "best_step",
-         "plateau", "history", "skipped", "start", "passed_over")  # fmt: skip
+         "plateau", "history", "losses", "skipped", "start", "passed_over")  # fmt: skip
 
 
 class Selected(NamedTuple):
@@ -31,11 +31,11 @@ class Selected(NamedTuple):
 
     def in_words(self) -> str:
         if not self.chosen:
-            return f"no domain is chosen by what {self.by} came to"
+            return f"no domain is chosen, according to the evaluations of {self.by}"
         rest = (
             f"{', '.join(self.left_out)} {'are' if len(self.left_out) > 1 else 'is'}" if self.left_out else "nothing is"
         )
-        return f"trains on {', '.join(self.chosen)}; {rest} left out, by what {self.by} came to"
+        return f"trains on {', '.join(self.chosen)}; {rest} left out, according to the evaluations of {self.by}"
 
 
 @dataclass
@@ -55,6 +55,7 @@ class StageResult:
     best_step: int | None = None
     plateau: int | None = None  # the step after which evaluation stopped improving
     history: list[dict[str, Any]] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)  # validation losses, if measured: before training, and later ones
     skipped: int = 0  # unusable prompts
     start: list[dict[str, Any]] = field(default_factory=list)  # teachers compared with the student before step 1
     selected: Selected | None = None  # None: not in the recipe, or an older run
@@ -67,6 +68,12 @@ class StageResult:
         if better:
             self.best_value, self.best_step = value, step
         return better
+
+    def note_loss(self, measures: Mapping[str, Measures]) -> None:
+        """Record the validation loss: the mean over the tokens of all worked answers."""
+        known = [(one.loss, one.loss_tokens) for one in measures.values() if one.loss is not None]
+        if known:
+            self.losses.append(sum(loss * tokens for loss, tokens in known) / sum(tokens for _, tokens in known))
 
     def evaluations(self, metric: str) -> EvaluationHistory:
         """The history that stop rules use."""
@@ -219,13 +226,13 @@ def _cell(found: Measures | None, own: bool) -> Text:
 # --- When a stage ends before its last step ---
 
 
-def good_enough(spec: Stage, result: StageResult) -> bool:
+def meets_stop_rules(spec: Stage, result: StageResult) -> bool:
     """Whether its evaluations meet the stop rules."""
     stop = spec.eval.early_stop
     return stop is not None and stop.should_stop(result.evaluations(spec.eval.metric))
 
 
-def spent(spec: Stage, result: StageResult) -> bool:
+def budget_used_up(spec: Stage, result: StageResult) -> bool:
     """Whether its token budget is used up."""
     return spec.train.tokens is not None and result.tokens >= spec.train.tokens
 
@@ -238,3 +245,72 @@ def early_stop(spec: Stage, result: StageResult, enough: bool) -> str:
         else f"{result.tokens:,} response tokens, of train.tokens {spec.train.tokens:,}"
     )
     return f"{spec.name}: early stop after step {result.steps}; {why}"
+
+
+# --- `select`: a stage trains only on domains that an earlier stage's evaluations choose, and is evaluated on all of them ---
+
+
+def require_selections(recipe: Recipe) -> None:
+    """Reject a stage that selects by evaluations that will not exist, if the recipe alone shows it."""
+    named = {stage.name: stage for stage in recipe.stages}
+    for stage in recipe.stages:
+        if stage.select is not None:
+            earlier = named[stage.select.stage]
+            sources = (*earlier.prompts, *earlier.eval.further)
+            evaluated = [source.only_domain for source in sources if source.only_domain is not None]
+            if len(evaluated) == len(sources):  # otherwise the rows name their domains
+                stage.select.require(stage.name, stage.named_domains, evaluated)
+
+
+def require_evaluated(recipe: Recipe, chosen: Collection[str], stage: str, evaluated: Collection[str]) -> None:
+    """The same check for stages to be carried out that select by a stage which is about to train."""
+    for later in recipe.stages:
+        if later.name in chosen and later.select is not None and later.select.stage == stage:
+            later.select.require(later.name, later.named_domains, evaluated)
+
+
+def selected(stage: Stage, results: Sequence[StageResult]) -> Selected | None:
+    """The domains that an earlier stage's evaluations choose. None: the stage does not select."""
+    if stage.select is None:
+        return None
+    earlier = next(result for result in results if result.name == stage.select.stage)
+    domains = stage.named_domains
+    values = {domain: found for domain in domains if (found := _evaluations_of(earlier, domain))}
+    stage.select.require(stage.name, domains, values)
+    chosen = [domain for domain, found in values.items() if stage.select.chooses(found)]
+    return Selected(earlier.name, chosen, [domain for domain in domains if domain not in chosen])
+
+
+def narrowed(stage: Stage, found: Selected | None) -> Stage | None:
+    """The stage with the chosen prompts and their teachers, still evaluated on all domains. None: no domain is chosen."""
+    if found is None:
+        return stage
+    if not found.chosen:
+        return None
+    dropped = found.left_out
+    measured = [*stage.eval.further, *(source for source in stage.prompts if source.domain in dropped)]
+    changes = {
+        "prompts": [source for source in stage.prompts if source.domain not in dropped],
+        "teachers": _teachers_left(stage, dropped),
+        "eval": stage.eval.model_copy(update={"further": measured if stage.eval.prompts else []}),
+    }
+    return stage.model_copy(update=changes)
+
+
+def _evaluations_of(result: StageResult, domain: str) -> list[float]:
+    """The domain's evaluations, from before the first step to after the last."""
+    before = result.before.get(domain)
+    known = [before.value if before is not None else None, *(line.get(domain) for line in result.history)]
+    return [value for value in known if value is not None]
+
+
+def _teachers_left(stage: Stage, dropped: Collection[str]) -> dict[str, object]:
+    """The teachers that still have something to score."""
+    kept: dict[str, object] = {}
+    for name, kind in stage.teachers.items():
+        alone = sum(other.role == kind.role for other in stage.teachers.values()) == 1
+        if kind.domains is None and (alone or name not in dropped):
+            kept[name] = kind
+        elif kind.domains is not None and (left := [domain for domain in kind.domains if domain not in dropped]):
+            kept[name] = kind.model_copy(update={"domains": left})
+    return kept

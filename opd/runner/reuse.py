@@ -25,17 +25,16 @@ from opd.common.files import (
     read_sealed,
     sha256,
     sync,
+    this_version,
     write_sealed,
 )
-from opd.common.version import this_version
 from opd.recipe import Recipe, Stage, load_begun
 from opd.recipe.graph import edges
 from opd.recipe.run_changes import parts_of, recipe_file
 from opd.recipe.stage import MERGED
 from opd.rewards.custom import callables
 from opd.runner.checkpoint import LINES, RESULT, checkpoint_directory, verify_checkpoint
-from opd.runner.inputs import Inputs
-from opd.runner.merges import merged_directory
+from opd.runner.inputs import Inputs, merged_directory
 
 SHOWN = 4  # differences that are named
 REUSED = "reused.json"  # next to the result: which run a stage was taken from
@@ -90,7 +89,7 @@ class EarlierStages:
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         if not (directory / SEALS).is_file():
-            raise RunDirectoryError(f"--reuse {directory}: no run directory. Name one that `opd run` made.")
+            raise RunDirectoryError(f"--reuse {directory}: not a run directory. Name one that `opd run` made.")
         sealed, current = read_sealed(directory / SEALS), recipe_file(directory)
         if sha256(current) != sealed["files"][current.name]:
             raise RunDirectoryError(f"--reuse {directory}: {current.name} has been altered since that run began.")
@@ -118,7 +117,7 @@ class EarlierStages:
         changed += [name for name in {**inputs, **before} if inputs.get(name) != before.get(name)]
         if not changed and changed_course(there, parts_of(self._changes, there.name)):
             return "its settings were changed while it ran"
-        return ", ".join(changed[:SHOWN]) or "a stage that it builds on is another one"
+        return ", ".join(changed[:SHOWN]) or "a stage that it depends on differs"
 
 
 def reuse_stages(
@@ -142,19 +141,19 @@ def reuse_stages(
     ):  # their rollouts are in the other run's store
         for name in read:
             say(
-                f"{name}: finished in {taken.pop(name).directory}, and run again, since a later stage reads its rollouts"
+                f"{name}: finished in {taken.pop(name).directory}, and run again, because a later stage reads its rollouts"
             )
     for name, run in taken.items():
-        _take(run, name, run.by_key[keys[name]], directory)
+        _copy_stage(run, name, run.by_key[keys[name]], directory)
         say(f"{name}: taken from {run.directory}: the same settings, the same inputs")
     for stage in (stage for stage in recipe.stages if stage.name not in (*taken, *without)):
         for run in runs:
             if found[stage.name] is None and (why := run.difference(stage, inputs[stage.name])):
-                say(f"{stage.name}: finished in {run.directory}, and another one here: {why}")
+                say(f"{stage.name}: finished in {run.directory}, but different here: {why}")
     return list(taken)
 
 
-def _take(run: EarlierStages, name: str, there: str, directory: Path) -> None:
+def _copy_stage(run: EarlierStages, name: str, there: str, directory: Path) -> None:
     """Copy the stage's last and best checkpoints, its result and its lines. The folder gets its final name when it is complete."""
     folder, target = run.folder(there), checkpoint_directory(directory, name, 0).parent
     ended, partial = read_sealed(folder / RESULT), target.with_name(f".{target.name}.partial")

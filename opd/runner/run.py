@@ -20,9 +20,8 @@ from opd.common.text import plain
 from opd.engines import prefork
 from opd.plugins import plugin_errors, sealed_files
 from opd.plugins import versions as plugin_versions
-from opd.runner.directory import Run
-from opd.runner.live import CallbackRaised, Hooks
-from opd.runner.lock import ATTEMPTS, Gone, RunLock, claim, make
+from opd.runner.directory import CallbackRaised, Hooks, Run
+from opd.runner.lock import ATTEMPTS, DirectoryRemoved, RunLock, claim, make
 from opd.runner.run_files import (
     GivenPrompts,
     is_early,
@@ -40,7 +39,7 @@ if TYPE_CHECKING:
     from opd.recipe import Recipe
     from opd.recipe.graph import ChosenStages
     from opd.rewards.custom import GivenRewards
-    from opd.runner.live import OnCheckpoint, OnRollouts, OnStep
+    from opd.runner.directory import OnCheckpoint, OnRollouts, OnStep
     from opd.runner.pipeline import Pipeline
 
 
@@ -105,7 +104,7 @@ def run(
         with _directory(wanted, resume, None if quiet else shown) as (lock, made):
             if (lock.directory / SEALS).exists():
                 _require_same(lock.directory, loaded, given)
-                _go_on(lock, None, rewards, *how)
+                _continue_run(lock, None, rewards, *how)
             else:
                 _start(lock, made, text, loaded, given, *how, earlier)
         return Run(lock.directory)
@@ -122,7 +121,7 @@ def _directory(wanted: Path, resume: bool, console: Console | None) -> Iterator[
 
     taken = f"{wanted} is taken" if lock.directory != wanted else ""
     if taken:
-        say(f"{taken}, so this run goes into {lock.directory}. To go on with a run that is there: opd resume {wanted}")
+        say(f"{taken}, so this run goes into {lock.directory}. To continue the run there: opd resume {wanted}")
     try:
         yield lock, made
     finally:
@@ -144,14 +143,13 @@ def _start(
     selection: ChosenStages,
     earlier: list[Path],
 ) -> None:
-    """Record what will be carried out, and do it. A start that fails before the first step leaves nothing behind."""
+    """Record what will be carried out, and do it. A start that fails before the first step leaves no files."""
     began, found = False, set(os.listdir(lock.directory)) - {NAME}
     try:
-        from opd.runner.inputs import inputs_of
-        from opd.runner.merges import require_merges
-        from opd.runner.select import require_selections
+        from opd.runner.inputs import inputs_of, require_merges
+        from opd.runner.results import require_selections
 
-        if not (earlier or selection.anew):  # otherwise the first stage may use other runs' stages
+        if not (earlier or selection.runs_named):  # otherwise the first stage may use other runs' stages
             prefork.start_interpreters(*recipe.stages[0].sampler_processes)
         placed = recipe
         if given is not None:
@@ -172,7 +170,7 @@ def _start(
             if earlier:
                 from opd.runner.reuse import reuse_stages
 
-                without = selection.names(placed) if selection.anew else []
+                without = selection.names(placed) if selection.runs_named else []
                 taken = reuse_stages(placed, inputs, lock.directory, earlier, without, say)
         from opd.runner.pipeline import Pipeline
 
@@ -229,9 +227,9 @@ def resume(
             selection, shown = ChosenStages(only, start, until), console or Console()
             if overrides:
                 _change(lock.directory, overrides, None if quiet else shown)
-            if selection.anew:
+            if selection.runs_named:
                 _require_unfinished(lock.directory, selection)
-            _go_on(lock, mode, rewards, hooks, quiet, shown, ranks, selection)
+            _continue_run(lock, mode, rewards, hooks, quiet, shown, ranks, selection)
     return found
 
 
@@ -264,7 +262,7 @@ def _require_unfinished(directory: Path, selection: ChosenStages) -> None:
         )
 
 
-def _go_on(
+def _continue_run(
     lock: RunLock,
     mode: Mode | None,
     rewards: GivenRewards | None,
@@ -274,7 +272,7 @@ def _go_on(
     ranks: Ranks,
     selection: ChosenStages,
 ) -> None:
-    recipe = _again(lock.directory, mode, rewards)
+    recipe = _recorded_recipe(lock.directory, mode, rewards)
     from opd.runner.pipeline import Pipeline
 
     inputs = read_sealed(lock.directory / SEALS).get("inputs")
@@ -282,7 +280,7 @@ def _go_on(
     _carry_out(Pipeline(recipe, lock, inputs, console, quiet, hooks, ranks, selection), resume=True)
 
 
-def _again(directory: Path, mode: Mode | None, rewards: GivenRewards | None) -> Recipe:
+def _recorded_recipe(directory: Path, mode: Mode | None, rewards: GivenRewards | None) -> Recipe:
     """The recipe of a run that has begun."""
     recipe = with_rewards_again(verified_recipe(directory), rewards, directory)
     if mode is None:
@@ -325,10 +323,10 @@ def _follow(ranks: Ranks, rewards: GivenRewards | None) -> Run:
     from opd.recipe.graph import ChosenStages
     from opd.runner.pipeline import Pipeline
 
-    told: tuple[str, bool, Mode | None, tuple[str | None, ...]] = ranks.share(lambda: ("", False, None, ()))
-    directory, resume, mode, selection = Path(told[0]), told[1], told[2], ChosenStages(*told[3])
+    sent: tuple[str, bool, Mode | None, tuple[str | None, ...]] = ranks.share(lambda: ("", False, None, ()))
+    directory, resume, mode, selection = Path(sent[0]), sent[1], sent[2], ChosenStages(*sent[3])
     inputs = read_sealed(directory / SEALS).get("inputs")
-    recipe = _again(directory, mode, rewards)
+    recipe = _recorded_recipe(directory, mode, rewards)
     pipeline = Pipeline(recipe, RunLock(directory), inputs, Console(quiet=True), True, Hooks(), ranks, selection)
     _carry_out(pipeline, resume)
     return Run(directory)
@@ -376,7 +374,7 @@ def verified_recipe(directory: Path, overrides: Iterable[str] = (), *, begun: bo
     for package, version in plugin_versions(loaded.plugins).items():
         if recorded.get(package) != version:
             raise RunDirectoryError(
-                f"{directory} was started with {package} {recorded.get(package)}, but {version} is installed. Install the former, or "
+                f"{directory} was started with {package} {recorded.get(package)}, but {version} is installed. Install the recorded version, or "
                 f"start a new run: opd run {current}"
             )
     return loaded
@@ -397,7 +395,7 @@ def _recovered(path: Path, directory: Path, sealed: Mapping[Path, str], expected
     if recovered:
         from opd.common.http import to_stderr
 
-        to_stderr(f"{path} was cut off. It was written again from {source}, as it was.")
+        to_stderr(f"{path} was truncated. It was restored from {source}.")
     return recovered
 
 
@@ -431,9 +429,9 @@ def _claim_or_return(wanted: Path) -> tuple[RunLock, bool]:
     for attempt in range(ATTEMPTS):
         made, begun = make(wanted), os.path.lexists(lock.path)
         try:
-            lock.take_patiently()
+            lock.take_with_wait()
             break
-        except Gone:  # another process made it and removed it again; or it is a dangling link
+        except DirectoryRemoved:  # another process made it and removed it again; or it is a dangling link
             if attempt == ATTEMPTS - 1:
                 raise
     foreign = sorted(name for name in os.listdir(wanted) if not (is_early(name) if begun else name == NAME))

@@ -13,9 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from opd.common.errors import OpdError, RecipeError, RunDirectoryError
-from opd.common.files import FORMAT, SEALS, partial_of, sync, write_sealed, write_whole
+from opd.common.files import FORMAT, SEALS, partial_of, sync, this_version, write_atomic, write_sealed
 from opd.common.process_identity import NAME
-from opd.common.version import this_version
 from opd.plugins import FOLDER as PLUGINS
 from opd.plugins import moved as plugin_moved
 from opd.plugins import source_of as plugin_source
@@ -76,14 +75,14 @@ class GivenPrompts:
         read = {source.source for stage in recipe.stages for source in stage.prompts}
         if not names & read:
             raise RecipeError(
-                f"prompts= is read by no stage: {', '.join(stage.name for stage in recipe.stages)} have prompts of their own. "
-                "Take them out of the recipe, or do not give any."
+                f"prompts= is not used: {', '.join(stage.name for stage in recipe.stages)} have their own prompts. "
+                "Remove those from the recipe, or do not pass prompts=."
             )
 
     def write(self, directory: Path) -> None:
         (directory / INPUTS).mkdir(exist_ok=True)
         for name, text in self.files.items():
-            write_whole(directory / INPUTS / name, text)
+            write_atomic(directory / INPUTS / name, text)
 
     def withdraw(self, directory: Path) -> None:
         for name in self.files:
@@ -186,7 +185,7 @@ def _copy_plugins(directory: Path, plugins: list[str]) -> dict[str, bytes | None
         if plugin.endswith(".py"):
             (directory / PLUGINS).mkdir(exist_ok=True)
             name, source = f"{PLUGINS}/{Path(plugin).name}", plugin_source(plugin)
-            write_whole(directory / name, source)
+            write_atomic(directory / name, source)
             plugin_moved(plugin, directory / name)
             copies[name] = source
         else:
@@ -227,7 +226,7 @@ def recover_resolved(directory: Path, files: Mapping[str, str]) -> bool:
         packages = [one for one in found.plugins if not one.endswith(".py")]
         resolved = found.model_copy(update={"plugins": [*copies, *packages]}).to_yaml().encode()
         if hashlib.sha256(resolved).hexdigest() == files["resolved.yaml"] and resolved.startswith(cut):
-            write_whole(directory / "resolved.yaml", resolved)
+            write_atomic(directory / "resolved.yaml", resolved)
             return True
     return False
 
@@ -236,11 +235,11 @@ def write_recipe(directory: Path, given: str, resolved: Recipe, inputs: Mapping[
     """`recipe.yaml` is what the user wrote, `resolved.yaml` what is carried out. The run has begun once `run.json` exists."""
     from opd.recipe.graph import mermaid
 
-    write_whole(directory / "recipe.yaml", given)
-    write_whole(directory / "graph.mmd", mermaid(resolved))
+    write_atomic(directory / "recipe.yaml", given)
+    write_atomic(directory / "graph.mmd", mermaid(resolved))
     copies = _copy_plugins(directory, resolved.plugins)
     text = resolved.model_copy(update={"plugins": list(copies)}).to_yaml().encode()
-    write_whole(directory / "resolved.yaml", text)
+    write_atomic(directory / "resolved.yaml", text)
     sealed = {"resolved.yaml": text, **copies}
     files = {name: hashlib.sha256(content).hexdigest() for name, content in sealed.items() if content is not None}
     facts = {"format": FORMAT, "opd": this_version(), "files": files, "inputs": inputs}

@@ -10,37 +10,42 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from opd.common.context import RunContext
-from opd.common.errors import DataError, RecipeError
-from opd.common.http import nothing
+from opd.common.errors import RecipeError
 from opd.common.text import plain
-from opd.data.render import render_prompts
 from opd.data.stream import PromptStream
 from opd.engines import prefork
-from opd.loop.demonstrate import Demonstrator
+from opd.loop.interventions import Demonstrator
 from opd.loop.learner import Trainer
-from opd.loop.parts import OnRollouts, StageParts
-from opd.loop.producer import AheadProducer, BatchMaker, InlineProducer, Producer, StopThreads
+from opd.loop.parts import OnRollouts, Samplers, StageParts
+from opd.loop.producer import (
+    AheadProducer,
+    BatchMaker,
+    InlineProducer,
+    LatePrompts,
+    Producer,
+    RolloutRewards,
+    StopThreads,
+)
 from opd.loop.ranks import Ranks
-from opd.loop.rewarding import RolloutRewards
-from opd.loop.samplers import Samplers
 from opd.loop.scorer import Scorer
 from opd.models import load_model
 from opd.models.language_model import LanguageModel
 from opd.models.load import weights_directory, weights_hash
+from opd.models.modules import ModuleKind
 from opd.models.tokenizers import fingerprint
 from opd.objective.objective import Objective
 from opd.recipe import Stage
 from opd.recipe.stage import WEIGHTS
-from opd.records import Sampling, TeacherLike, Visit
+from opd.records import Sampling, TeacherLike
+from opd.rollouts.pace import Pace
 from opd.rollouts.replay import RunSource
-from opd.rollouts.rollouter import Rollouter
+from opd.rollouts.rollouter import ReplayBuffer, Rollouter
 from opd.rollouts.writers import WriterContext
 from opd.runner.checks import Checked, RevisionOf, as_named, check_stage, response_limit, shown_room
-from opd.runner.plan import settle_sizes, told_of_memory
+from opd.runner.plan import keep_smaller_budget, settle_sizes
 from opd.store import RolloutStore
 from opd.store.rollouts import StoredCalls
 from opd.teachers.cached import FOLDER, ScoredStage, scored_by
@@ -60,14 +65,15 @@ def open_stage(
     context: RunContext | None = None,
     ranks: Ranks | None = None,
     revision_of: RevisionOf = as_named,
-    on_token: Callable[[], None] = nothing,
+    on_token: Callable[..., None] = lambda *token: None,
     on_rollouts: OnRollouts = lambda rollouts, rewards: None,
 ) -> StageParts:
-    """Open everything that the steps of a stage use. The store lies in the run's directory."""
+    """Open everything that the steps of a stage use. The store is in the run's directory."""
     prefork.start_interpreters(*spec.sampler_processes)
     ranks, context, directory = ranks or Ranks(), context or RunContext(say=lambda line: None), store.directory.parent
     threads = StopThreads(context.check_stop)
-    context = replace(context, directory=directory, stage=spec.name, ranks=ranks, check_stop=threads.check)
+    check_stop = threads.check if spec.rollout.staleness else context.check_stop
+    context = replace(context, directory=directory, stage=spec.name, ranks=ranks, check_stop=check_stop)
     _set_threads(spec)
     torch.manual_seed(spec.seed)
     checked = check_stage(spec, resolve_model, ReadingProgress(context), context.say, revision_of)
@@ -76,6 +82,7 @@ def open_stage(
     device = ranks.device(checked.device, spec.device)
     stream = PromptStream(checked.sources, [source.share for source in spec.prompts], spec.seed)
     stream.steer(spec.shares)
+    stream.follow(spec.curriculum)
     models = load_models(spec, device, resolve_model, revision_of, context, ranks)
     stop_ids, teachers, tokenizer = models.stop_ids, models.teachers, models.student.tokenizer
     for note in (*checked.inputs.notes, *spec.sampler.notes()):
@@ -83,10 +90,10 @@ def open_stage(
     samplers = _open_samplers(spec, checked, models, ranks, context, revision_of, store)
     student = ranks.shard(models.student, spec.cluster)
     objective = Objective(spec.objective, teachers, spec.rollout, stop_ids, spec.seed)
-    told = partial(told_of_memory, directory, spec.name, context.say)
+    on_smaller = partial(keep_smaller_budget, directory, spec.name, context.say)
     trainer = Trainer(
-        student, objective, spec.train, seed=spec.seed, check_stop=context.check_stop, ranks=ranks, told=told,
-        modules=spec.modules,
+        student, objective, spec.train, seed=spec.seed, check_stop=context.check_stop, ranks=ranks, on_smaller=on_smaller,
+        modules=located_modules(spec, resolve_model, revision_of),
     )  # fmt: skip
     scorer = Scorer(
         spec, teachers, checked.routes, checked.templates, objective, store, ranks, context, models.pager, models.kept
@@ -104,6 +111,11 @@ def open_stage(
     )  # fmt: skip
     parts.publish(version=0)
     return parts
+
+
+def located_modules(spec: Stage, resolve_model: Callable[[str], str], revision_of: RevisionOf) -> dict[str, ModuleKind]:
+    start = spec.student.model, spec.student.revision
+    return {name: kind.located(name, start, resolve_model, revision_of) for name, kind in spec.modules.items()}
 
 
 @dataclass
@@ -152,7 +164,7 @@ def _open_samplers(
         student.inside(partial(spec.sampler.require_mixing, mixed, max_length))
         for name in names if ranks.sharded else ():  # the student is copied while it is not sharded
             samplers.mixed(name)
-    for line in slower_models(student, teachers.values(), samplers.manner):
+    for line in slower_models(student, teachers.values(), samplers.why_slow):
         context.say_of_stage(line)
     return samplers
 
@@ -177,32 +189,6 @@ class ReadingProgress:
             self._said = time.monotonic()
             self._context.say_of_stage(line)
         self._context.check_stop()
-
-
-class LatePrompts:
-    """Checks for each prompt of an endless source whether it fits into the sampler."""
-
-    def __init__(self, spec: Stage, tokenizer: Any, rollouter: Rollouter, context: RunContext) -> None:
-        self._spec, self._tokenizer, self._room = spec, tokenizer, rollouter.max_prompt_tokens
-        self._rollouter, self._context = rollouter, context
-        self._warned = False
-
-    def fits(self, visit: Visit) -> bool:
-        """Users cannot fix a generated prompt that does not fit, so it never stops a run."""
-        kwargs = self._spec.prompts[visit.source].chat_template_kwargs
-        (ids,) = render_prompts([visit.prompt], self._tokenizer, kwargs)
-        if isinstance(ids, np.ndarray) and ids.size <= self._room:
-            if not self._spec.rollout.staleness:  # sampling ahead has its own tokenizer
-                self._rollouter.looked_at[visit.prompt.id] = ids
-            return True
-        reason = str(ids) if isinstance(ids, DataError) else f"prompt {visit.prompt.id!r} has {ids.size:,} tokens"
-        if not self._warned:
-            self._warned = True
-            self._context.say_of_stage(
-                f"{plain(reason)}, and the sampler has room for {self._room:,}: prompts like this are skipped and "
-                "counted. rollout.max_prompt_tokens makes more room in a new run"
-            )
-        return False
 
 
 def _keep_scores(
@@ -250,6 +236,7 @@ def _rollouter(
     sampling = Sampling(
         rollout.max_new_tokens, rollout.temperature, rollout.top_p, rollout.top_k, stop_ids, tuple(rollout.stop)
     )
+    again = next((writer for writer in rollout.writers if writer.replays), None)
     return Rollouter(
         stage=spec.name,
         seed=spec.seed,
@@ -258,13 +245,14 @@ def _rollouter(
         tokenizer=tokenizer,
         sampling=sampling,
         store=store,
-        desk=desk,
+        context=desk,
         max_prompt_tokens=checked.inputs.room,
         max_length=samplers.max_length,
         replays={number: source for number, source in enumerate(checked.sources) if isinstance(source, RunSource)},
         exact=spec.checkpoint.resume == "exact",
         ranks=ranks,
-        environment=rollout.environment,
+        pace=Pace.of(rollout, spec.train.steps),
+        buffer=ReplayBuffer(again, checked.sources) if again is not None else None,
     )
 
 
@@ -335,11 +323,11 @@ class StageModels:
         key = name, revision, dtype, device, _ = self._key(ref)
         if key not in self._known:
             if ref in self._spread:
-                model = self._ranks.load_spread(name, dtype, device, revision)
+                model = self._ranks.load_sharded_frozen(name, dtype, device, revision)
             else:
                 model = load_teacher(ref, name, revision, dtype, device)
             if self.pager is not None and ref in self._paged:
-                model = self.pager.take_in(model, weights_directory(name, revision))
+                model = self.pager.add_model(model, weights_directory(name, revision))
             self._known[key] = model
         return self._known[key]
 
@@ -348,14 +336,14 @@ class StageModels:
         return self._resolve(ref.model), revision, ref.dtype or self._usual, ref.device or self._device, ref.quantise
 
 
-def slower_models(student: LanguageModel, teachers: Iterable[TeacherLike], manner: str) -> list[str]:
+def slower_models(student: LanguageModel, teachers: Iterable[TeacherLike], why_slow: str) -> list[str]:
     """Models that cannot run packed or in slots, and why, for a message printed once."""
     models: list[LanguageModel] = [student, *(teacher.model for teacher in teachers if teacher.model is not None)]
     found = {
-        f"{model.name}: sequences go through it {model.route.name}, which is slower than packed: {model.route.why}"
+        f"{model.name}: it runs {model.route.name}, which is slower than packed: {model.route.why}"
         for model in models
         if model.route.why
     }
-    if manner:
-        found.add(f"{student.name} {manner}")
+    if why_slow:
+        found.add(f"{student.name} {why_slow}")
     return sorted(found)

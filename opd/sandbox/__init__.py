@@ -1,6 +1,18 @@
 """A sandbox for untrusted code: programs that a model wrote, and libraries that may run them."""
 
-from opd.sandbox.walls import MEGABYTE, START, Cell, Limits, Outcome, choose, kill, python, run_program, start, trouble
+from opd.sandbox.walls import (
+    MEGABYTE,
+    START,
+    Cell,
+    Limits,
+    Outcome,
+    choose,
+    kill,
+    python,
+    run_program,
+    start,
+    why_unusable,
+)
 
 __all__ = [
     "MEGABYTE",
@@ -13,5 +25,5 @@ __all__ = [
     "python",
     "run_program",
     "start",
-    "trouble",
+    "why_unusable",
 ]

@@ -204,7 +204,7 @@ OPERATIONS: dict[str, Callable[..., Any]] = {
 
 
 def _refuse(self: Any, other: Any) -> bool:
-    raise TypeError("an object of the program's own is not compared; only plain values are")
+    raise TypeError("objects of the program cannot be compared, only plain values")
 
 
 class Handle:
@@ -363,13 +363,13 @@ def main() -> None:
     ctypes.CDLL(None).prctl(SET_DUMPABLE, 0, 0, 0, 0)  # the fork cannot read or write the examiner's memory
     to_program, to_examiner = os.pipe(), os.pipe()
     child = os.fork()
-    nowhere = os.open("/dev/null", os.O_RDWR)
+    devnull = os.open("/dev/null", os.O_RDWR)
     if child == 0:
         os.close(to_program[1])
         os.close(to_examiner[0])
-        os.dup2(nowhere, 0)
-        os.dup2(nowhere, 1)
-        sys.stdin, sys.stdout = io.StringIO(), open(nowhere, "w")  # noqa: SIM115
+        os.dup2(devnull, 0)
+        os.dup2(devnull, 1)
+        sys.stdin, sys.stdout = io.StringIO(), open(devnull, "w")  # noqa: SIM115
         try:
             Program(Line(to_program[0], to_examiner[1])).serve()
         finally:
@@ -377,8 +377,8 @@ def main() -> None:
     os.close(to_program[0])
     os.close(to_examiner[1])
     task, results = json.loads(sys.stdin.buffer.read()), os.dup(1)
-    os.dup2(nowhere, 0)
-    os.dup2(nowhere, 1)  # tests' prints must not mix with the results
+    os.dup2(devnull, 0)
+    os.dup2(devnull, 1)  # tests' prints must not mix with the results
     examiner = Examiner(Line(to_examiner[0], to_program[1]))
     space: dict[str, Any] = {}
     problem: dict[str, Any] = {}
@@ -389,7 +389,7 @@ def main() -> None:
     for piece in task["work"]:
         line = json.dumps(problem or examiner.examine(space, piece))
         if len(line) > LONGEST_VALUE:
-            line = json.dumps({"error": "too long a value"})
+            line = json.dumps({"error": "the value is too long"})
         os.write(results, line.encode() + b"\n")
     os.kill(child, 9)
 

@@ -1,7 +1,7 @@
 """Runs untrusted code: no network, no home, no environment, a read-only system, and limits on everything else.
 
 Two ways to isolate it, both without root: bubblewrap, or Linux namespaces created here (`jail`). Root uses only the second,
-because it can switch to an unprivileged user; the process limit does not apply to root. A system-call filter (`seccomp`)
+because it can switch to an unprivileged user; the process limit does not apply to root. A system-call filter (`filter_program`)
 blocks what namespaces leave open. If neither works, nothing runs, unless the recipe sets `sandbox: none`.
 """
 
@@ -16,6 +16,7 @@ import re
 import selectors
 import shutil
 import signal
+import struct
 import subprocess
 import sys
 import tempfile
@@ -27,7 +28,6 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from opd.common.errors import RecipeError
-from opd.sandbox import seccomp
 
 JAIL = Path(__file__).with_name("jail.py")
 UID = 65533  # of the program inside the sandbox; when started as root, also outside
@@ -95,7 +95,7 @@ def start(
     cell = cell or Cell()
     links, binds = _system(cell)
     environment = {"PATH": "/usr/bin:/bin", "HOME": "/tmp", "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1", **cell.environment}  # fmt: skip
-    architecture = seccomp.machine()
+    architecture = machine()
     config = {
         "parent": None if kind == "bubblewrap" else os.getpid(),
         "isolate": kind == "namespaces",
@@ -106,7 +106,7 @@ def start(
         "directory": directory or "/tmp",
         "files": dict(files or {}),
         "limits": {key: value for key, value in limits.resources().items() if kind != "none" or key != "RLIMIT_NPROC"},
-        "filter": base64.b64encode(seccomp.program(architecture)).decode() if architecture and kind != "none" else "",
+        "filter": base64.b64encode(filter_program(architecture)).decode() if architecture and kind != "none" else "",
         "argv": list(argv),
         "environment": environment,
     }
@@ -271,7 +271,7 @@ def choose(wanted: str) -> str:
         return "none"
     reasons = []
     for kind in ("bubblewrap", "namespaces") if wanted == "auto" else (wanted,):
-        problem = trouble(kind)
+        problem = why_unusable(kind)
         if not problem:
             return kind
         reasons.append(f"{kind}: {problem}")
@@ -282,9 +282,9 @@ def choose(wanted: str) -> str:
 
 
 @cache
-def trouble(kind: str) -> str:
+def why_unusable(kind: str) -> str:
     """Why this kind of sandbox cannot be used here; empty if it can. Runs a test program once."""
-    if sys.platform != "linux" or seccomp.machine() is None:
+    if sys.platform != "linux" or machine() is None:
         return "needs Linux on x86_64 or aarch64"
     version = re.match(r"(\d+)\.(\d+)", os.uname().release)
     if version is None or (int(version[1]), int(version[2])) < OLDEST_KERNEL:
@@ -293,7 +293,7 @@ def trouble(kind: str) -> str:
         if shutil.which("bwrap") is None:
             return "bwrap is not installed"
         if os.geteuid() == 0:
-            return "its process limit does not bind root"
+            return "its process limit does not apply to root"
     try:
         outcome = run_program([python(), "-I", "-S", "-c", "print(1)"], kind=kind, limits=Limits(seconds=60.0))
     except OSError as error:
@@ -326,3 +326,70 @@ def resident(root: int) -> int:
         except (OSError, ValueError, IndexError):
             continue  # the process has just ended
     return total
+
+
+# --- The system-call filter, as the bytes that the kernel expects (classic BPF). Needs no library ---
+#
+# Namespaces hide files, processes and networks. The filter blocks what they leave open: socket families that ignore network
+# namespaces (vsock reaches a virtual machine's host), memory outside the size limits (memfd, System V segments), nested
+# namespaces, tracing, and kernel features that no test program needs. Blocked calls fail with EPERM.
+
+
+# names -> (x86_64, aarch64); None: the call does not exist there
+BLOCKED: dict[str, tuple[int | None, int | None]] = {
+    "socket": (41, 198), "ptrace": (101, 117), "process_vm_readv": (310, 270), "process_vm_writev": (311, 271),
+    "mount": (165, 40), "umount2": (166, 39), "pivot_root": (155, 41), "chroot": (161, 51), "unshare": (272, 97),
+    "setns": (308, 268), "open_tree": (428, 428), "move_mount": (429, 429), "fsopen": (430, 430), "fsmount": (432, 432),
+    "mount_setattr": (442, 442), "open_by_handle_at": (304, 265), "name_to_handle_at": (303, 264),
+    "memfd_create": (319, 279), "memfd_secret": (447, 447), "shmget": (29, 194), "msgget": (68, 186), "semget": (64, 190),
+    "mq_open": (240, 180), "keyctl": (250, 219), "add_key": (248, 217), "request_key": (249, 218), "bpf": (321, 280),
+    "perf_event_open": (298, 241), "userfaultfd": (323, 282), "io_uring_setup": (425, 425), "io_uring_enter": (426, 426),
+    "io_uring_register": (427, 427), "kexec_load": (246, 104), "kexec_file_load": (320, 294), "init_module": (175, 105),
+    "finit_module": (313, 273), "delete_module": (176, 106), "reboot": (169, 142), "swapon": (167, 224),
+    "swapoff": (168, 225), "acct": (163, 89), "quotactl": (179, 60), "syslog": (103, 116), "personality": (135, 92),
+    "pidfd_getfd": (438, 438), "kcmp": (312, 272), "vmsplice": (278, 75), "fanotify_init": (300, 262),
+    "modify_ldt": (154, None), "iopl": (172, None), "ioperm": (173, None), "uselib": (134, None),
+}  # fmt: skip
+CLONE, CLONE3 = (56, 220), (435, 435)
+NEW_NAMESPACES = 0x7E020000  # every CLONE_NEW… flag
+AUDIT_ARCHITECTURE = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
+X32 = 0x40000000
+LOAD, EQUAL, AT_LEAST, ANY_BIT, RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
+ALLOW, KILL, EPERM, ENOSYS = 0x7FFF0000, 0x80000000, 0x00050001, 0x00050026
+NUMBER, ARCHITECTURE, FIRST_ARGUMENT = 0, 4, 16  # offsets in struct seccomp_data
+
+
+def machine() -> str | None:
+    """This machine's architecture; None if the filter does not support it."""
+    name = os.uname().machine
+    return name if name in AUDIT_ARCHITECTURE else None
+
+
+def filter_program(architecture: str) -> bytes:
+    column = list(AUDIT_ARCHITECTURE).index(architecture)
+    blocked = [numbers[column] for numbers in BLOCKED.values()]
+    lines = [
+        _instruction(LOAD, ARCHITECTURE),
+        _instruction(EQUAL, AUDIT_ARCHITECTURE[architecture], 1, 0),
+        _instruction(RETURN, KILL),
+        _instruction(LOAD, NUMBER),
+        _instruction(AT_LEAST, X32, 0, 1),
+        _instruction(RETURN, KILL),
+        _instruction(EQUAL, CLONE3[column], 0, 1),
+        _instruction(RETURN, ENOSYS),  # the C library falls back to clone, whose flags the filter can read
+    ]
+    for number in blocked:
+        if number is not None:
+            lines += [_instruction(EQUAL, number, 0, 1), _instruction(RETURN, EPERM)]
+    lines += [
+        _instruction(EQUAL, CLONE[column], 0, 3),
+        _instruction(LOAD, FIRST_ARGUMENT),
+        _instruction(ANY_BIT, NEW_NAMESPACES, 0, 1),
+        _instruction(RETURN, EPERM),
+        _instruction(RETURN, ALLOW),
+    ]
+    return b"".join(lines)
+
+
+def _instruction(code: int, value: int, if_true: int = 0, if_false: int = 0) -> bytes:
+    return struct.pack("=HBBI", code, if_true, if_false, value)

@@ -31,7 +31,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from opd.common.text import first_line, plain
 from opd.serve.models import QueueFull, ScoringThread, ServedModel
-from opd.teachers.wire import FRAME, INSTANCE_HEADER, WEIGHTS_HEADER, RequestLimits, WireError, read_question
+from opd.teachers.served import FRAME, INSTANCE_HEADER, WEIGHTS_HEADER, RequestLimits, WireError, read_question
 
 HEALTH = "/health"
 RETRY = {"retry-after": "1"}
@@ -39,7 +39,7 @@ KINDS = (FRAME, "application/octet-stream", "application/json")
 
 
 @dataclass(eq=False)
-class Front:
+class ServerState:
     """State that all routes share."""
 
     models: Mapping[str, ServedModel]
@@ -54,7 +54,7 @@ class Front:
     sent: int = 0  # bytes of answers
 
 
-def make_app(front: Front) -> FastAPI:
+def make_app(front: ServerState) -> FastAPI:
     app = FastAPI(title="opd serve", docs_url=None, redoc_url=None, openapi_url=None)
 
     def model_of(name: str) -> ServedModel:
@@ -110,42 +110,42 @@ def make_app(front: Front) -> FastAPI:
             raise WireError(429, "too many requests are waiting; ask again later") from None
         return frame(model, await waiting)
 
-    _refuse(app)
-    app.add_middleware(Doorkeeper, front=front)
+    _add_error_handlers(app)
+    app.add_middleware(RequestGuard, front=front)
     return app
 
 
-def _refuse(app: FastAPI) -> None:
+def _add_error_handlers(app: FastAPI) -> None:
     """Error handlers."""
 
     @app.exception_handler(WireError)
     async def refused(_: Request, error: WireError) -> Response:
-        return refused_with(error.status, str(error))
+        return error_response(error.status, str(error))
 
     @app.exception_handler(PlainHTTPException)
     async def elsewhere(_: Request, error: PlainHTTPException) -> Response:
-        return refused_with(error.status_code, f"{error.detail}: see docs/serving.md for what can be asked")
+        return error_response(error.status_code, f"{error.detail}: see docs/serving.md for what can be asked")
 
     @app.exception_handler(RequestValidationError)
     async def invalid(_: Request, error: RequestValidationError) -> Response:
-        return refused_with(422, plain(error, 300))
+        return error_response(422, plain(error, 300))
 
     @app.exception_handler(RuntimeError)  # out of memory, a failed kernel: other requests are still served
     async def failed(_: Request, error: RuntimeError) -> Response:
-        return refused_with(500, f"scoring failed: {plain(first_line(error), 300)}")
+        return error_response(500, f"scoring failed: {plain(first_line(error), 300)}")
 
 
-def refused_with(status: int, message: str) -> Response:
+def error_response(status: int, message: str) -> Response:
     headers = RETRY if status in (429, 503) else {"www-authenticate": "Bearer"} if status == 401 else {}
     if status in (401, 408, 413):
         headers = {**headers, "connection": "close"}  # the rest of the body is not read
     return JSONResponse({"error": message}, status, headers)
 
 
-class Doorkeeper:
+class RequestGuard:
     """Middleware of every route: token, limits on headers, draining, counters."""
 
-    def __init__(self, app: Any, front: Front) -> None:
+    def __init__(self, app: Any, front: ServerState) -> None:
         self._app, self._front = app, front
         self._token = front.token.encode()
 
@@ -162,7 +162,7 @@ class Doorkeeper:
 
         problem = self._problem(scope)
         if problem is not None:
-            await refused_with(*problem)(scope, receive, counted)
+            await error_response(*problem)(scope, receive, counted)
             return
         front.open += 1
         try:
@@ -195,7 +195,7 @@ class Doorkeeper:
         return hmac.compare_digest(token.strip(), self._token) and scheme.lower() == b"bearer"
 
 
-async def _body(request: Request, front: Front) -> bytes:
+async def _body(request: Request, front: ServerState) -> bytes:
     """Read a body in time and within its limit, whatever its headers say."""
     parts, size = [], 0
     try:
@@ -212,7 +212,7 @@ async def _body(request: Request, front: Front) -> bytes:
     return b"".join(parts)
 
 
-def _metrics(front: Front) -> Iterable[str]:
+def _metrics(front: ServerState) -> Iterable[str]:
     """What Prometheus reads."""
     worker = front.worker
     yield from _metric("opd_requests_total", "counter", "code", front.answered)
@@ -264,7 +264,7 @@ class BoundedConnection(h11.Connection):
         return super().next_event()
 
 
-class PunctualProtocol(H11Protocol):
+class TimeLimitedProtocol(H11Protocol):
     """Limits the time from the start of a request to the end of its headers. The body has its own limit."""
 
     def __init__(self, *args: Any, seconds: float, **kwargs: Any) -> None:
@@ -298,13 +298,13 @@ class PunctualProtocol(H11Protocol):
             self._clock = None
 
     def _late(self) -> None:
-        self._refuse("408 Request Timeout", "the request did not arrive in time")
+        self._reject("408 Request Timeout", "the request did not arrive in time")
 
     def eof_received(self) -> bool:
         """The client has closed its side. An incomplete request is an error; a complete one is still answered."""
         waits = self.cycle is not None and not self.cycle.response_complete
         if self.conn.their_state is h11.SEND_BODY or (self.conn.their_state is h11.IDLE and self.conn.trailing_data[0]):
-            self._refuse("400 Bad Request", "the request ended early: it is shorter than its headers say")
+            self._reject("400 Bad Request", "the request ended early: it is shorter than its headers say")
         elif waits:
             self.cycle.keep_alive = False
         return waits and not self.transport.is_closing()
@@ -312,13 +312,13 @@ class PunctualProtocol(H11Protocol):
     def send_400_response(self, msg: str) -> None:
         if self.conn.head_too_large:
             limits = f"at most {HEADERS} headers and {HEAD_BYTES} bytes are accepted"
-            self._refuse(
+            self._reject(
                 "431 Request Header Fields Too Large", f"the request has too many headers, or too long ones; {limits}"
             )
         else:
-            self._refuse("400 Bad Request", msg)
+            self._reject("400 Bad Request", msg)
 
-    def _refuse(self, status: str, message: str) -> None:
+    def _reject(self, status: str, message: str) -> None:
         """Send an error directly, if no answer has started."""
         if self.transport.is_closing():
             return
@@ -332,7 +332,7 @@ class PunctualProtocol(H11Protocol):
 class DrainingServer(uvicorn.Server):
     """The first signal drains, a second one ends the process."""
 
-    def __init__(self, config: Any, front: Front, seconds: float) -> None:
+    def __init__(self, config: Any, front: ServerState, seconds: float) -> None:
         super().__init__(config)
         self._front, self._seconds, self._deadline = front, seconds, float("inf")
 
@@ -356,12 +356,12 @@ def allow_connections(wanted: int = CONNECTIONS + 1024) -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
-def run_until_told(
-    app: Any, front: Front, listening: socket.socket, request_seconds: float, drain_seconds: float
+def run_until_signal(
+    app: Any, front: ServerState, listening: socket.socket, request_seconds: float, drain_seconds: float
 ) -> None:
     config = uvicorn.Config(
         app,
-        http=functools.partial(PunctualProtocol, seconds=request_seconds),
+        http=functools.partial(TimeLimitedProtocol, seconds=request_seconds),
         ws="none",
         log_level="warning",
         access_log=False,

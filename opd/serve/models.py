@@ -21,7 +21,7 @@ from opd.models.language_model import LanguageModel, pack
 from opd.models.tokenizers import fingerprint
 from opd.records import Rendered
 from opd.teachers.scoring import Page, tempered
-from opd.teachers.wire import PROTOCOL, ScoreRequest, write_answer
+from opd.teachers.served import PROTOCOL, ScoreRequest, write_answer
 
 ROWS = 1024  # rows of log-probs at once, when a client asks about other ids
 

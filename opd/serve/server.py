@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from opd.common.errors import UserError
 from opd.common.http import LOOPBACK, token_of
 from opd.common.text import plain
-from opd.teachers.wire import RequestLimits
+from opd.teachers.served import RequestLimits
 
 if TYPE_CHECKING:
     from opd.serve.models import ServedModel
@@ -53,12 +53,12 @@ def serve(models: Sequence[str], adapters: Sequence[str], settings: ServeSetting
     assert token is not None
     listening = _listen(settings)
     served = _load(named, revisions, settings, say)
-    from opd.serve.app import BACKLOG, Front, make_app, run_until_told
+    from opd.serve.app import BACKLOG, ServerState, make_app, run_until_signal
     from opd.serve.models import ScoringThread
 
     most = 64 * settings.limits.tokens
     worker = ScoringThread(served, batch_tokens=settings.batch_tokens, waiting=settings.waiting, tokens=most)
-    front = Front(served, worker, token, settings.limits, settings.body_seconds)
+    front = ServerState(served, worker, token, settings.limits, settings.body_seconds)
     listening.listen(BACKLOG)
     port = listening.getsockname()[1]
     if not LOOPBACK.fullmatch(settings.host):
@@ -71,7 +71,7 @@ def serve(models: Sequence[str], adapters: Sequence[str], settings: ServeSetting
     host = f"[{settings.host}]" if ":" in settings.host else settings.host
     say(f"serving {', '.join(served)} at http://{host}:{port}")
     try:
-        run_until_told(make_app(front), front, listening, settings.body_seconds, settings.drain_seconds)
+        run_until_signal(make_app(front), front, listening, settings.body_seconds, settings.drain_seconds)
     finally:
         worker.close()
     say("every request that was accepted has been answered")

@@ -1,19 +1,30 @@
-"""The segmented log: append a commit, read a record, verify the chain. It handles frames, not their contents."""
+"""The segmented log: files, segments, frames, the records in a frame, and the group commit.
+
+segment   header | frame | frame | …
+frame     one commit: record | record | …
+record    what happened to one rollout, or tokens of several
+"""
 
 from __future__ import annotations
 
 import errno
+import json
+import math
 import mmap
 import os
 import struct
 import threading
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import groupby
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
+
+import numpy as np
 
 from opd.common.errors import StoreError
+from opd.records import TopK
 
 # --- The file layer: every disk operation of the store ---
 #
@@ -114,16 +125,13 @@ FRAME = struct.Struct("<IIII")
 MARKER = 0x7D0F5E9B
 MARKER_BYTES = struct.pack("<I", MARKER)
 ALIGN = 8
+SEGMENT_NAME = "segment-{:06d}.log"
 
 Buffer = bytes | memoryview | mmap.mmap
 
 
 class FormatError(StoreError):
     """The log was written by a newer opd. It cannot be read, so it is not reported as damaged."""
-
-
-def segment_name(number: int) -> str:
-    return f"segment-{number:06d}.log"
 
 
 def segment_numbers(directory: Path) -> list[int]:
@@ -230,16 +238,183 @@ def next_frame(data: Buffer, offset: int, seed: int) -> Frame | None:
     return None
 
 
+# --- Records: what a frame holds ---
+#
+# The records in a frame, one after another, each with facts (JSON) and arrays.
+#
+#     record   kind u8, 3 zero bytes | number u32 | facts u32 | body u32 | checksum u32 | 0 u32 | facts | arrays
+#
+# `number` is the rollout's number (in TOKENS: the count of rows). Facts and every array are padded to 8 bytes, so arrays can
+# be used in place in the memory map. The record's checksum is for readers of a single rollout, who do not read the frame.
+#
+#     BEGIN         names, prompt_ids                          a rollout exists
+#     TOKENS        rows of any rollouts, column by column
+#     FINISH        names, stop, prompt_ids, all its columns   from here on it counts; complete in a single record
+#     NOTE          later facts, such as a reward
+#     SIGNAL        a teacher's scores
+#     ENVIRONMENT   order, call, result; of a step of an episode: first order and call, then order and result
+#     LINK          the place of its FINISH in a sampler log, and the facts for the index
+#     LOG           the state of a sampler log; `number` is the log's number
+
+
+BEGIN, TOKENS, FINISH, NOTE, SIGNAL, ENVIRONMENT, LINK, LOG = range(1, 9)
+KINDS = {
+    BEGIN: "begin",
+    TOKENS: "tokens",
+    FINISH: "finish",
+    NOTE: "note",
+    SIGNAL: "signal",
+    ENVIRONMENT: "environment",
+    LINK: "link",
+    LOG: "log",
+}
+RECORD = struct.Struct("<B3xIIIII")
+CHECKED = struct.Struct("<BIII")
+
+TOKEN_COLUMNS: tuple[tuple[str, str], ...] = (  # per token, besides its rollout; as in `Rollout`
+    ("response_ids", "<i4"),
+    ("logprob", "<f4"),
+    ("logprob_sampled", "<f4"),
+    ("logprob_stop", "<f4"),
+    ("version", "<i4"),
+    ("author", "u1"),
+)
+ROW_COLUMNS: tuple[tuple[str, str], ...] = (("rollout", "<u4"), *TOKEN_COLUMNS)
+Row = tuple[int, int, float, float, float, int, int]  # a token in memory: the values of ROW_COLUMNS
+Columns = dict[str, np.ndarray]  # many tokens, read from a log: ROW_COLUMNS
+PACKED = np.dtype([(name, kind) for name, kind in ROW_COLUMNS], align=True)  # many tokens in memory, row by row
+
+
+@dataclass(frozen=True)
+class Record:
+    kind: int
+    number: int
+    facts: dict[str, Any]
+    data: memoryview  # the arrays
+    offset: int  # of the record in its segment
+    size: int  # of the whole record
+
+    def arrays(self, layout: Sequence[tuple[str, str, Sequence[int]]]) -> dict[str, np.ndarray]:
+        """Arrays of a known layout (name, dtype, shape), as views of the memory map."""
+        found, start = {}, 0
+        for name, dtype, shape in layout:
+            count = math.prod(shape)
+            found[name] = np.frombuffer(self.data, dtype=dtype, count=count, offset=start).reshape(tuple(shape))
+            size = count * np.dtype(dtype).itemsize
+            start += size + -size % ALIGN
+        return found
+
+
+def encode_record(kind: int, number: int, facts: Mapping[str, Any] | None, arrays: Sequence[np.ndarray] = ()) -> bytes:
+    text = json.dumps(facts, separators=(",", ":")).encode() if facts else b""
+    parts = [text, *(array.tobytes() for array in arrays)]
+    body = b"".join(part + bytes(-len(part) % ALIGN) for part in parts)
+    checksum = zlib.crc32(body, zlib.crc32(CHECKED.pack(kind, number, len(text), len(body))))
+    return RECORD.pack(kind, number, len(text), len(body), checksum, 0) + body
+
+
+def records_in(payload: memoryview, start: int) -> Iterator[Record]:
+    """The records of a verified frame. `start`: the payload's offset in the file."""
+    at = 0
+    while at < len(payload):
+        kind, number, size, length, _, _ = RECORD.unpack_from(payload, at)
+        body = payload[at + RECORD.size : at + RECORD.size + length]
+        facts = json.loads(bytes(body[:size])) if size else {}
+        yield Record(kind, number, facts, body[size + -size % ALIGN :], start + at, RECORD.size + length)
+        at += RECORD.size + length
+
+
+def require_known(record: Record, path: Path) -> None:
+    if record.kind not in KINDS:
+        raise FormatError(
+            f"{path}, byte {record.offset}: a record of kind {record.kind}, which this version of opd does not know."
+        )
+
+
+def begin_record(number: int, names: Mapping[str, Any], prompt_ids: np.ndarray) -> bytes:
+    return encode_record(BEGIN, number, {**names, "prompt": int(prompt_ids.size)}, [prompt_ids.astype("<i4")])
+
+
+def prompt_of(record: Record) -> np.ndarray:
+    return record.arrays([("prompt_ids", "<i4", (record.facts["prompt"],))])["prompt_ids"]
+
+
+def packed(items: Sequence[Row | np.ndarray]) -> np.ndarray:
+    """Single tokens and arrays of tokens, joined in order, `PACKED`."""
+    return joined_tokens(
+        [
+            part
+            for single, group in groupby(items, lambda item: type(item) is tuple)
+            for part in ([np.array(list(group), dtype=PACKED)] if single else cast("Iterator[np.ndarray]", group))
+        ]
+    )
+
+
+def joined_tokens(parts: Sequence[np.ndarray]) -> np.ndarray:
+    """Concatenate as bytes, since numpy would copy field by field."""
+    if len(parts) == 1:
+        return parts[0]
+    return np.concatenate([part.view("u1") for part in parts]).view(PACKED)
+
+
+def tokens_record(rows: np.ndarray) -> bytes:
+    """`rows`: tokens of any rollouts, `PACKED`."""
+    return encode_record(TOKENS, rows.size, None, [rows[name] for name, _ in ROW_COLUMNS])
+
+
+def token_columns(record: Record) -> dict[str, np.ndarray]:
+    return record.arrays([(name, kind, (record.number,)) for name, kind in ROW_COLUMNS])
+
+
+def finish_record(
+    number: int, names: Mapping[str, Any], stop: str, prompt_ids: np.ndarray, columns: np.ndarray
+) -> bytes:
+    """`columns`: its tokens, `PACKED`."""
+    facts = {**names, "stop": stop, "prompt": int(prompt_ids.size), "tokens": int(columns.size)}
+    return encode_record(
+        FINISH, number, facts, [prompt_ids.astype("<i4"), *(columns[name] for name, _ in TOKEN_COLUMNS)]
+    )
+
+
+def finished_arrays(record: Record) -> dict[str, np.ndarray]:
+    """`prompt_ids` and the columns of a FINISH record."""
+    count = record.facts["tokens"]
+    columns = [(name, kind, (count,)) for name, kind in TOKEN_COLUMNS]
+    return record.arrays([("prompt_ids", "<i4", (record.facts["prompt"],)), *columns])
+
+
+def signal_record(number: int, facts: Mapping[str, Any], values: np.ndarray | TopK, mask: np.ndarray) -> bytes:
+    """`facts` has role, kind, teacher, teacher_version, view, spans."""
+    arrays = {"mask": np.asarray(mask, dtype=bool)}
+    extra: dict[str, Any] = {}
+    if isinstance(values, TopK):
+        arrays |= {name: np.asarray(getattr(values, name)) for name in ("ids", "logprobs", "tail", "stop_logprob")}
+        extra["fingerprint"] = values.fingerprint
+    else:
+        arrays["values"] = np.asarray(values)
+    layout = [(name, array.dtype.str, array.shape) for name, array in arrays.items()]
+    return encode_record(SIGNAL, number, {**facts, **extra, "arrays": layout}, list(arrays.values()))
+
+
+def signal_values(record: Record) -> tuple[np.ndarray | TopK, np.ndarray]:
+    """(values, mask), as copies."""
+    arrays = {name: np.array(array) for name, array in record.arrays(record.facts["arrays"]).items()}
+    mask = arrays.pop("mask")
+    if "values" in arrays:
+        return arrays["values"], mask
+    return TopK(**arrays, fingerprint=record.facts["fingerprint"]), mask
+
+
 # --- Group commit ---
 #
 # A thread writes and syncs added items together, at most once per interval, one frame at a time: a crash can tear at most
-# one frame. Sampling never waits for the disk; only `wait` does.
+# one frame. Sampling never waits for the disk; only `flush` does.
 
 
 class GroupCommit:
     """Collects items and makes them durable in groups with `write`.
 
-    With an interval of 0 there is no thread: `wait` and `nudge` write.
+    With an interval of 0 there is no thread: `flush` writes.
     """
 
     def __init__(self, write: Callable[[list[Any]], None], interval_s: float) -> None:
@@ -259,18 +434,19 @@ class GroupCommit:
             self._items.append(item)
             self._accepted += 1
             if self.interval_s and (self._thread is None or len(self._items) == 1):
-                self._start()
+                if self._thread is None:
+                    self._thread = threading.Thread(target=self._run, name="opd-store", daemon=True)
+                    self._thread.start()
                 self._changed.notify_all()
 
-    def nudge(self) -> None:
-        """Write soon; returns at once. Without a thread, write now."""
-        if not self.interval_s:
-            self.wait()
-        elif self._failure is not None:
-            raise self._failure
-
-    def wait(self) -> None:
-        """Return once everything added so far is durable."""
+    def flush(self, wait: bool = True) -> None:
+        """Return once everything added so far is durable. Without `wait`, leave the writing to the thread, if there is one."""
+        if self._closing:
+            return
+        if not wait and self.interval_s:
+            if self._failure is not None:
+                raise self._failure
+            return
         if self._thread is None:
             self._write_here()
             return
@@ -278,14 +454,15 @@ class GroupCommit:
             wanted = self._accepted
             self._urgent = True
             self._changed.notify_all()
-            self._changed.wait_for(lambda: self._durable >= wanted or self._failure is not None)
-            if self._durable < wanted and self._failure is not None:
-                raise self._failure
+            while self._durable < wanted:
+                if self._failure is not None:
+                    raise self._failure
+                self._changed.wait()
 
     def close(self) -> None:
         """Write the remaining items and stop the thread."""
         try:
-            self.wait()
+            self.flush()
         finally:
             with self._changed:
                 self._closing = True
@@ -310,11 +487,6 @@ class GroupCommit:
             with self._changed:
                 self._durable += len(batch)
 
-    def _start(self) -> None:
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="opd-store", daemon=True)
-            self._thread.start()
-
     def _run(self) -> None:
         while True:
             with self._changed:
@@ -336,6 +508,9 @@ class GroupCommit:
                 self._changed.notify_all()
 
 
+# --- The segments of a log ---
+
+
 SEGMENT_BYTES = 64 << 20
 
 
@@ -344,7 +519,7 @@ class Place(NamedTuple):
     offset: int
 
 
-NOWHERE = Place(-1, 0)  # before the first segment
+BEFORE_START = Place(-1, 0)  # before the first segment
 EMPTY = Place(0, HEADER.size)  # after the header of the first segment
 
 
@@ -394,7 +569,7 @@ class SegmentLog:
         self._copied: list[int] | None = None  # if set, only these segments exist, and they are read from memory
         self._file: AppendFile | None = None
         self.id = id
-        self.first = self.chain = 0  # the first segment that remains, and its chain: see `opd.store.reading`
+        self.first = self.chain = 0  # the first segment that remains, and its chain: see `Base`
         self.end = START
         self.torn: tuple[Path, int, int] | None = None  # file, byte and length of a torn tail
         self.failure: StoreError | None = None
@@ -490,7 +665,7 @@ class SegmentLog:
     # Reading
 
     def path(self, number: int) -> Path:
-        return self.directory / segment_name(number)
+        return self.directory / SEGMENT_NAME.format(number)
 
     def map(self, number: int, size: int = 0) -> Buffer:
         """A memory map of a segment. It is mapped again if the known map is shorter than `size`."""
@@ -505,6 +680,23 @@ class SegmentLog:
             raise StoreError(f"{self.path(number)}, byte 0: the segment is missing.") from None
         self._maps[number] = found
         return found  # not `self._maps[number]`: another thread may have stored a shorter one
+
+    def read(self, place: Place, size: int) -> Record:
+        """The record at this place. Verifies its checksum, and in a sampler log that the segment belongs to this log."""
+        data, offset = self.map(place.segment, place.offset + size), place.offset
+        if self._meant:
+            self.header(place.segment, data)
+        if offset + RECORD.size > len(data):
+            raise StoreError(f"{self.path(place.segment)}, byte {offset}: the file ends before this record does.")
+        kind, number, facts_size, length, checksum, _ = RECORD.unpack_from(data, offset)
+        body = memoryview(data)[offset + RECORD.size : offset + RECORD.size + length]
+        head = CHECKED.pack(kind, number, facts_size, length)
+        if len(body) < length or kind not in KINDS or zlib.crc32(body, zlib.crc32(head)) != checksum:
+            raise StoreError(
+                f"{self.path(place.segment)}, byte {offset}: the record is damaged. Try `opd store check`."
+            )
+        facts = json.loads(bytes(body[:facts_size])) if facts_size else {}
+        return Record(kind, number, facts, body[facts_size + -facts_size % ALIGN :], offset, RECORD.size + length)
 
     def copy_in(self) -> None:
         """Read the log into memory, then sync its files. Its writer is another process, which may still be running."""
@@ -528,7 +720,7 @@ class SegmentLog:
             self._files.make_directory(self.directory)
             for partial in self.directory.glob("*.partial"):
                 self._files.remove(partial)
-            self.give_back(self.first)
+            self.delete_before(self.first)
             if self.end is START:
                 self.id = self._meant or os.urandom(8)
                 self._start_segment(0, 0)
@@ -565,7 +757,7 @@ class SegmentLog:
         self.end = self._position(self.end.segment, self._file.size, checksum, offset)
         return Place(self.end.segment, self.end.offset - len(payload))
 
-    def give_back(self, first: int) -> None:
+    def delete_before(self, first: int) -> None:
         """Delete the segments before `first`. Their replacement (`base.bin`) must be durable."""
         if gone := [number for number in segment_numbers(self.directory) if number < first]:
             self.first, self.chain = first, self.header(first, self.map(first)).chain
@@ -602,7 +794,7 @@ class SegmentLog:
             "Free some space "
             "(lower checkpoint.keep, set store.hidden: false, or move the run directory to a larger disk)"
             if full
-            else "See to the disk"
+            else "Check the disk"
         )
         self.failure = StoreError(
             f"{path}, byte {offset}: {'the disk is full' if full else 'writing failed'} ({error.strerror}). "

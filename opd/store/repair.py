@@ -15,55 +15,76 @@ import numpy as np
 
 from opd.common.errors import RunDirectoryError, StoreError
 from opd.records import TokenColumns
-from opd.store import records
-from opd.store.index import Index, LogState, load_index
 from opd.store.log import (
+    BEFORE_START,
+    BEGIN,
     EMPTY,
+    ENVIRONMENT,
+    FINISH,
     HEADER,
-    NOWHERE,
+    KINDS,
+    LINK,
+    LOG,
+    NOTE,
+    ROW_COLUMNS,
+    SEGMENT_NAME,
+    TOKEN_COLUMNS,
+    TOKENS,
     Files,
     FormatError,
     Frame,
     Place,
     Position,
+    Record,
+    Row,
     SegmentLog,
+    finished_arrays,
     next_frame,
+    packed,
+    prompt_of,
     read_frame,
     read_segment_header,
-    segment_name,
+    records_in,
+    require_known,
     segment_numbers,
+    signal_values,
+    token_columns,
 )
-from opd.store.reading import (
+from opd.store.rollouts import (
     DAMAGED,
     FOLDER,
+    INDEX,
     REPAIRED,
+    Index,
+    LogState,
+    RolloutStore,
     finish_repair,
     folder_of,
     id_of,
     load_base,
+    load_index,
+    names_of,
     numbers_in,
     pending_repair,
     repaired_name,
 )
-from opd.store.records import COLUMNS, ROW_COLUMNS, Record, Row
-from opd.store.rollouts import INDEX, RolloutStore
-from opd.store.state import names_of
 
 BATCH = 1000  # rollouts rewritten per commit
 
 
 @dataclass
-class Saved:
+class SavedRollout:
     """The remaining records of one rollout: its finish record, or its begin and every token up to the first damage."""
 
     begin: Record | None = None
     rows: list[Row] = field(default_factory=list)
     finish: Record | None = None
     later: list[Record] = field(default_factory=list)  # notes and signals
-    calls: dict[int, Record] = field(default_factory=dict)
+    calls: dict[int, dict[str, Any]] = field(default_factory=dict)  # about it, such as a grader's: facts by order
+    steps: dict[int, dict[str, Any]] = field(default_factory=dict)  # of its episode: facts by order
     interrupted: bool = False  # the log is damaged after its begin, so tokens after the damage may not be the next ones
     link: Record | None = None  # to its finish record in a sampler log
-    place: Place = NOWHERE  # of the finish record
+    place: Place = BEFORE_START  # of the finish record
 
 
 @dataclass
@@ -75,38 +96,38 @@ class Report:
     damages: list[Damage] = field(default_factory=list)
     torn: Damage | None = None
     index: str = ""
-    rollouts: dict[int, Saved] = field(default_factory=dict)
+    rollouts: dict[int, SavedRollout] = field(default_factory=dict)
     logs: dict[int, LogState] = field(default_factory=dict)  # states of sampler logs, according to this log
     samplers: dict[int, Report] = field(default_factory=dict)
     saved: Index | None = None  # the saved index
-    given_back: set[int] = field(default_factory=set)  # numbers of rollouts whose tokens were deleted on purpose
+    reclaimed: set[int] = field(default_factory=set)  # numbers of rollouts whose tokens were deleted on purpose
 
     @property
     def finished(self) -> int:
         return sum(saved.finish is not None for saved in self.rollouts.values())
 
     @property
-    def unfinished(self) -> list[Saved]:
+    def unfinished(self) -> list[SavedRollout]:
         return [saved for saved in self.rollouts.values() if saved.finish is None and saved.begin is not None]
 
     def summary(self) -> str:
-        kinds = ", ".join(f"{self.kinds[name]} {name}" for name in records.KINDS.values() if self.kinds[name])
+        kinds = ", ".join(f"{self.kinds[name]} {name}" for name in KINDS.values() if self.kinds[name])
         return f"{self.frames} commits: {kinds or 'no records'}"
 
     def lines(self) -> list[str]:
-        told = [f"{name}: {size} bytes" for name, size in self.segments]
-        told.append(self.summary())
-        told.append(f"rollouts: {self.finished} finished, {len(self.unfinished)} unfinished")
-        told.append(f"index: {self.index}")
+        lines = [f"{name}: {size} bytes" for name, size in self.segments]
+        lines.append(self.summary())
+        lines.append(f"rollouts: {self.finished} finished, {len(self.unfinished)} unfinished")
+        lines.append(f"index: {self.index}")
         if self.torn is not None:
-            told.append(f"torn tail, no damage: {self.torn}; the next writer cuts it")
+            lines.append(f"torn tail (a crash, no damage): {self.torn}; the next writer cuts it")
         for number, report in self.samplers.items():
-            torn = "" if report.torn is None else "; behind them a torn tail, no damage"
-            told.append(f"{report.directory.name}: {self.logs[number].what}, {report.summary()}{torn}")
-        told += [f"DAMAGED {damage}" for damage in self.damages]
+            torn = "" if report.torn is None else ", followed by a torn tail (a crash, no damage)"
+            lines.append(f"{report.directory.name}: {self.logs[number].what}, {report.summary()}{torn}")
+        lines += [f"DAMAGED {damage}" for damage in self.damages]
         if self.damages:
-            told.append(f"`opd store repair {self.directory}` keeps what is whole.")
-        return told
+            lines.append(f"`opd store repair {self.directory}` saves everything that is intact.")
+        return lines
 
 
 def find_log(run: Path) -> Path:
@@ -142,9 +163,9 @@ def _checked(salvage: Salvage, until: Place | None = None) -> Report:
             break
         if isinstance(item, Frame):
             report.frames += 1
-            for record in records.split(item.payload, item.start):
-                records.require_known(record, salvage.log.path(segment))
-                report.kinds[records.KINDS[record.kind]] += 1
+            for record in records_in(item.payload, item.start):
+                require_known(record, salvage.log.path(segment))
+                report.kinds[KINDS[record.kind]] += 1
                 _collect(report, record, segment)
         elif item.torn:
             report.torn = item
@@ -157,25 +178,26 @@ def _checked(salvage: Salvage, until: Place | None = None) -> Report:
 
 def _collect(report: Report, record: Record, segment: int) -> None:
     rollouts = report.rollouts
-    if record.kind == records.LOG:
+    if record.kind == LOG:
         report.logs[record.number] = LogState(*record.facts["state"])
         return
-    if record.kind == records.TOKENS:
-        columns = records.rows_of(record)
+    if record.kind == TOKENS:
+        columns = token_columns(record)
         for row in zip(*(columns[name].tolist() for name, _ in ROW_COLUMNS), strict=True):
             saved = rollouts.get(row[0])
             if saved is not None and saved.begin is not None and not saved.interrupted and saved.finish is None:
                 saved.rows.append(row)
         return
-    saved = rollouts.setdefault(record.number, Saved())
-    if record.kind == records.BEGIN:
+    saved = rollouts.setdefault(record.number, SavedRollout())
+    if record.kind == BEGIN:
         saved.begin = record
-    elif record.kind == records.FINISH:
+    elif record.kind == FINISH:
         saved.finish, saved.rows, saved.place = record, [], Place(segment, record.offset)
-    elif record.kind == records.LINK:
+    elif record.kind == LINK:
         saved.link = record
-    elif record.kind == records.ENVIRONMENT:
-        saved.calls[record.facts["order"]] = record
+    elif record.kind == ENVIRONMENT:
+        calls = saved.steps if "of" in record.facts else saved.calls
+        calls.setdefault(record.facts["order"], {}).update(record.facts)
     else:
         saved.later.append(record)
 
@@ -192,20 +214,20 @@ def join_samplers(report: Report, salvage: Salvage) -> None:
     ends: dict[int, Place] = {}  # the end of the last linked rollout in each log
     for facts in (saved.link.facts for saved in report.rollouts.values() if saved.link is not None):
         end = Place(facts["segment"], facts["offset"] + facts["size"])
-        ends[facts["log"]] = max(end, ends.get(facts["log"], NOWHERE))
+        ends[facts["log"]] = max(end, ends.get(facts["log"], BEFORE_START))
     unknown = {*ends, *numbers_in(report.directory)} - set(report.logs)
     report.logs |= dict.fromkeys(unknown, LogState("open"))
-    report.given_back = _given_back(report, salvage)
-    for number in report.given_back & set(report.rollouts):
+    report.reclaimed = _reclaimed(report, salvage)
+    for number in report.reclaimed & set(report.rollouts):
         del report.rollouts[number]
     strangers: dict[int, str] = {}
     for number, state in sorted(report.logs.items()):
         if state.what != "gone":
-            strangers |= _join(report, number, state, salvage, max(state.place, ends.get(number, NOWHERE)))
-    _judge(report, salvage, unknown, strangers)
+            strangers |= _join(report, number, state, salvage, max(state.place, ends.get(number, BEFORE_START)))
+    _report_losses(report, salvage, unknown, strangers)
 
 
-def _judge(report: Report, salvage: Salvage, unknown: set[int], strangers: Mapping[int, str]) -> None:
+def _report_losses(report: Report, salvage: Salvage, unknown: set[int], strangers: Mapping[int, str]) -> None:
     """Report damage in sampler logs, and rollouts that the store's own log must have lost since it does not know them.
 
     A live run may have written more in the meantime, so the log is read again first.
@@ -218,7 +240,7 @@ def _judge(report: Report, salvage: Salvage, unknown: set[int], strangers: Mappi
     for number in sorted(unknown - set(newer.logs)):
         lost.append(f"{folder_of(report.directory, number).name} was opened here")
     for row, name in strangers.items():
-        begun = newer.rollouts.get(row, Saved()).begin
+        begun = newer.rollouts.get(row, SavedRollout()).begin
         if begun is None or begun.facts["id"] != name:
             lost.append(f"rollout {name}, which a sampler has, was begun here")
     if lost and not report.damages:  # otherwise the loss is explained by the damage
@@ -227,7 +249,7 @@ def _judge(report: Report, salvage: Salvage, unknown: set[int], strangers: Mappi
         report.damages.append(Damage(path, size, 0, f"{lost[0]}, and is lost"))
     gone = {number for number, state in newer.logs.items() if state.what == "gone"}
     for link in unfound:
-        number, segment = link.facts["log"], segment_name(link.facts["segment"])
+        number, segment = link.facts["log"], SEGMENT_NAME.format(link.facts["segment"])
         if number not in gone and number not in damaged:  # not yet reported
             path, why = folder_of(report.directory, number) / segment, f"rollout {link.number} was finished here"
             report.damages.append(Damage(path, link.facts["offset"], link.facts["size"], why))
@@ -235,7 +257,7 @@ def _judge(report: Report, salvage: Salvage, unknown: set[int], strangers: Mappi
         report.damages += report.samplers[number].damages if number not in gone else []
 
 
-def _given_back(report: Report, salvage: Salvage) -> set[int]:
+def _reclaimed(report: Report, salvage: Salvage) -> set[int]:
     gone = [number for number, state in report.logs.items() if state.what == "gone"]
     found = {number for number, saved in report.rollouts.items() if saved.link and saved.link.facts["log"] in gone}
     if (base := salvage.base) is not None:
@@ -261,12 +283,12 @@ def _join(report: Report, number: int, state: LogState, salvage: Salvage, seen: 
     for row, found in log.rollouts.items():
         record = found.begin or found.finish
         name = "" if record is None else record.facts["id"]
-        known = name if row in report.given_back else _known_name(report, salvage, row)
+        known = name if row in report.reclaimed else _known_name(report, salvage, row)
         if known != name:
             strangers[row] = name
         if known not in (name, None):
             continue
-        saved = Saved() if row in report.given_back else report.rollouts.setdefault(row, Saved())
+        saved = SavedRollout() if row in report.reclaimed else report.rollouts.setdefault(row, SavedRollout())
         if saved.finish is not None:
             continue
         link = None if saved.link is None else saved.link.facts
@@ -283,7 +305,7 @@ def _join(report: Report, number: int, state: LogState, salvage: Salvage, seen: 
 
 def _known_name(report: Report, salvage: Salvage, row: int) -> str | None:
     """The id of a row, from the store's log or from an index, since the segment of its begin may be deleted."""
-    saved = report.rollouts.get(row, Saved())
+    saved = report.rollouts.get(row, SavedRollout())
     for record in (saved.begin, saved.finish):
         if record is not None:
             return str(record.facts["id"])
@@ -293,11 +315,11 @@ def _known_name(report: Report, salvage: Salvage, row: int) -> str | None:
     return None
 
 
-def _same(saved: Saved, found: Saved) -> bool:
+def _same(saved: SavedRollout, found: SavedRollout) -> bool:
     """Whether the sampler log's tokens and versions begin with those of the store."""
     rows = [(row[1], row[5]) for row in found.rows]
     if found.finish is not None:
-        columns = records.finished_arrays(found.finish)
+        columns = finished_arrays(found.finish)
         rows = list(zip(columns["response_ids"].tolist(), columns["version"].tolist(), strict=True))
     return all((row[1], row[5]) == theirs for row, theirs in zip(saved.rows, rows, strict=False))
 
@@ -343,42 +365,51 @@ def _unnamed(report: Report) -> list[str]:
         return []
     places = "one place" if len(damaged) == 1 else f"{len(damaged)} places"
     return [
-        f"index: {report.index}. {sum(damaged)} bytes are damaged, in {places}: rollouts that began in them, behind the last one that is "
+        f"index: {report.index}. {sum(damaged)} bytes are damaged, in {places}: rollouts that began in them, after the last one that is "
         "known, cannot be named or counted"
     ]
 
 
-def _rewrite(store: RolloutStore, saved: Saved) -> None:
+def _rewrite(store: RolloutStore, saved: SavedRollout) -> None:
     whole = saved.finish or saved.begin
     assert whole is not None
     names = names_of(whole)
     id = names["id"]
-    store.begin(**names, prompt_ids=np.array(records.prompt_of(whole)))
-    columns: Any = records.packed(saved.rows) if saved.rows else None
+    store.begin(**names, prompt_ids=np.array(prompt_of(whole)))
+    columns: Any = packed(saved.rows) if saved.rows else None
     if saved.finish is not None:
-        columns = records.finished_arrays(saved.finish)
+        columns = finished_arrays(saved.finish)
     if columns is not None:
-        *tokens, author = (columns[name] for name, _ in COLUMNS)
+        *tokens, author = (columns[name] for name, _ in TOKEN_COLUMNS)
         store.append_many(TokenColumns(id, *tokens), author)
-    for order in range(len(saved.calls)):
-        if order not in saved.calls:
-            break
-        facts = saved.calls[order].facts
-        store.record_environment(id, order, facts["call"], facts["result"])
+    for order, facts in _without_gap(saved.steps):
+        store.record_call(id, order, facts["call"])
+        if "result" in facts:
+            store.record_result(id, order, facts["result"])
     if saved.finish is not None:
         store.finish(id, saved.finish.facts["stop"])
+    for order, facts in _without_gap(saved.calls):
+        store.record_environment(id, order, facts["call"], facts["result"])
     for record in saved.later:
         _rewrite_later(store, id, record)
 
 
+def _without_gap(calls: Mapping[int, dict[str, Any]]) -> Iterator[tuple[int, dict[str, Any]]]:
+    """The calls in order, up to the first that is lost."""
+    for order in range(len(calls)):
+        if "call" not in calls.get(order, {}):
+            return
+        yield order, calls[order]
+
+
 def _rewrite_later(store: RolloutStore, id: str, record: Record) -> None:
-    if record.kind == records.NOTE:
+    if record.kind == NOTE:
         store.note(id, **record.facts)
         return
     facts: dict[str, Any] = {
         name: record.facts[name] for name in ("role", "kind", "teacher", "teacher_version", "view", "spans")
     } | {"key": record.facts.get("key", "")}
-    values, mask = records.signal_values(record)
+    values, mask = signal_values(record)
     store.configure(commit_ms=0, fsync="commit", hidden=True)
     store.record_signal(id, values=values, mask=mask, **facts)
 
@@ -387,15 +418,15 @@ def _lost(report: Report) -> list[str]:
     """Rollouts that are known to have existed and are lost or cut short, except those deleted on purpose."""
     names: dict[int, str] = {}
     if (index := report.saved) is not None:
-        for row in sorted(set(range(len(index))) - report.given_back):
-            found = report.rollouts.get(row, Saved())
+        for row in sorted(set(range(len(index))) - report.reclaimed):
+            found = report.rollouts.get(row, SavedRollout())
             if found.finish is None and (found.begin is None or index["stop"][row]):
                 names[row] = json.loads(index.names[row])[0]
-    known = report.rollouts.keys() | report.given_back
+    known = report.rollouts.keys() | report.reclaimed
     for number in range(max(known, default=-1) + 1):  # numbers are consecutive
-        saved = report.rollouts.get(number, Saved())
-        if number not in report.given_back and saved.begin is None and saved.finish is None:
-            names.setdefault(number, f"rollout number {number} (its name too)")
+        saved = report.rollouts.get(number, SavedRollout())
+        if number not in report.reclaimed and saved.begin is None and saved.finish is None:
+            names.setdefault(number, f"rollout number {number} (its name is lost too)")
         elif saved.finish is None and saved.link is not None and saved.begin is not None:
             names.setdefault(number, saved.begin.facts["id"])
     cut = [saved.begin.facts["id"] for saved in report.unfinished if saved.begin and saved.interrupted]
@@ -414,7 +445,7 @@ def _free_name(path: Path) -> Path:
 
 @dataclass(frozen=True)
 class Damage:
-    """An invalid place in the log. `torn`: the incomplete write that a crash leaves at the end, which is no damage."""
+    """An invalid place in the log. `torn`: the incomplete write that a crash leaves at the end, which does not count as damage."""
 
     path: Path
     offset: int

@@ -22,7 +22,7 @@ from opd.records import Rendered, Rollout, Signal, SignalKind, SignalNeed, Teach
 from opd.registry import Address, Word
 from opd.rollouts.replay import EarlierRun
 from opd.teachers.kinds import TeacherInputs, TeacherKind
-from opd.teachers.views import behind
+from opd.teachers.views import response_after
 
 if TYPE_CHECKING:
     import torch
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from opd.common.context import RunContext
     from opd.divergences import Projection
-    from opd.models.tokenizers import Elsewhere
+    from opd.models.tokenizers import RemoteVocabulary
 
     pass
 
@@ -47,13 +47,17 @@ class CachedTeacher(TeacherKind):
 
     run: Address = Field(description="of cached: the run directory with the scores, or stage:NAME")
     stage: Word | None = Field(None, description="of cached: the stage that scored; default: the run's only one")
-    teacher: Word | None = Field(None, description="of cached: its name there; default: the same, or the only one")
-    model: Address | None = Field(None, description="of cached: whose scores they have to be; its weights are compared")
+    teacher: Word | None = Field(
+        None, description="of cached: its name in that stage; default: the same, or the only one"
+    )
+    model: Address | None = Field(
+        None, description="of cached: the model that must have given the scores; its weights are compared"
+    )
     revision: Word | None = None
 
     @field_validator("model")
     @classmethod
-    def _lies_somewhere(cls, value: str | None) -> str | None:
+    def _is_no_stage(cls, value: str | None) -> str | None:
         if value is not None and value.startswith(STAGE):
             raise ValueError("the weights of a stage cannot be compared here: leave `model` out")
         return value
@@ -88,10 +92,10 @@ class CachedTeacher(TeacherKind):
         heads = [facts["head"] for facts in self.scored.teachers.values() if facts["head"] is not None]
         return [self.scored.path, *(self.scored.head_file(head) for head in heads)]
 
-    def vocabulary(self, context: RunContext) -> Elsewhere | None:
-        from opd.models.tokenizers import Elsewhere
+    def vocabulary(self, context: RunContext) -> RemoteVocabulary | None:
+        from opd.models.tokenizers import RemoteVocabulary
 
-        return Elsewhere(f"{self.name} in {self.run}", self.scored.stop_ids, self.scored.size)
+        return RemoteVocabulary(f"{self.name} in {self.run}", self.scored.stop_ids, self.scored.size)
 
     def require(self, name: str, tokenizer: Any, signals: Collection[SignalKind]) -> None:
         from opd.models.load import weights_hash
@@ -112,14 +116,14 @@ class CachedTeacher(TeacherKind):
         missing = [kind for kind in signals if kind not in facts["signals"]]
         if missing:
             raise DataError(
-                f"teachers.{name}: {missing[0]} is asked for, and teacher {known!r} left {', '.join(facts['signals']) or 'nothing'} "
-                f"in {self.run}. Score with the objective that is trained with, or use another form of loss."
+                f"teachers.{name}: {missing[0]} is needed, and teacher {known!r} stored {', '.join(facts['signals']) or 'nothing'} "
+                f"in {self.run}. Score with the objective that you train with, or use another form of loss."
             )
 
     def stale(self, name: str, what: str, then: Any, now: Any) -> DataError:
         return DataError(
             f"teachers.{name}: the scores in {self.run} are stale: {what} differs: {then} when they were made, {now} now. "
-            "Score again, or put back what was."
+            "Score again, or restore the earlier one."
         )
 
     def open(self, name: str, supplies: TeacherInputs) -> TeacherLike:
@@ -134,7 +138,7 @@ BATCH = 256  # rollouts in memory at once
 
 
 class TeacherFromCache:
-    """Finds a rollout by its exact ids, whatever its id in this run."""
+    """Looks a rollout up by its exact token ids; its name in this run does not matter."""
 
     version = 0  # its signals never change
 
@@ -165,7 +169,7 @@ class TeacherFromCache:
     def score(
         self, rollouts: Sequence[Rollout], need: SignalNeed, seen: Sequence[Rendered] | None = None
     ) -> list[Signal]:
-        seen = seen if seen is not None else [behind(rollout.prompt_ids, rollout) for rollout in rollouts]
+        seen = seen if seen is not None else [response_after(rollout.prompt_ids, rollout) for rollout in rollouts]
         names = [self._find(rollout) for rollout in rollouts]
         found = self._run.store.signals(list(dict.fromkeys(equal[-1] for equal in names)), self._role, need.kind)
         answers = []
@@ -248,8 +252,8 @@ def _write_head(scored: ScoredStage, name: str, head: Any) -> dict[str, Any]:
 
     if not isinstance(head, Projection):
         raise RecipeError(
-            f"teachers.{name}: its distribution is not that of one head, so hidden states cannot be kept for others. Use a form of "
-            "loss that asks for log-probs, such as policy_gradient."
+            f"teachers.{name}: its distribution does not come from a single head, so its hidden states cannot be stored. Use a form of "
+            "loss that needs log-probs, such as policy_gradient."
         )
     tensors = {"weight": head.weight.detach().cpu().contiguous()}
     if head.bias is not None:
@@ -275,11 +279,11 @@ def _read_head(scored: ScoredStage, facts: Mapping[str, Any], device: torch.devi
     path = scored.head_file(facts)
     if not path.is_file():
         raise DataError(
-            f"{path} is missing: the head that hidden states in this run belong to. Put it back, or score again."
+            f"{path} is missing: the head that hidden states in this run belong to. Restore it, or score again."
         )
     tensors = load_file(path)
     if _content(tensors) != facts["sha256"]:
-        raise DataError(f"{path} was altered: its content is not what its name says. Put it back, or score again.")
+        raise DataError(f"{path} was altered: its content does not match its name. Restore it, or score again.")
     weight, bias = tensors["weight"].to(device), tensors.get("bias")
     empty = weight.new_zeros(0, weight.shape[1])
     bias = None if bias is None else bias.to(device)

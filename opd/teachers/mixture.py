@@ -23,12 +23,12 @@ from pydantic import BaseModel, Field, model_validator
 from opd.common.context import RunContext
 from opd.common.errors import RecipeError
 from opd.common.short_forms import SHORT_FORMS
-from opd.models.tokenizers import Elsewhere
+from opd.models.tokenizers import RemoteVocabulary
 from opd.records import Rendered, Rollout, Signal, SignalKind, SignalNeed, TeacherLike, WeightsRef
 from opd.registry import SETTINGS, Choice, Family, Positive, StageView, Word, changed
 from opd.teachers.kinds import ModelRef, RemoteFacts, TeacherInputs, TeacherKind
 from opd.teachers.scoring import ScoringTeacher, reached, spread
-from opd.teachers.views import behind
+from opd.teachers.views import response_after
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -77,7 +77,7 @@ class PartWeight(BaseModel):
         way = (1 - math.cos(math.pi * way)) / 2 if self.curve == "cosine" else way
         return self.value + (self.to - self.value) * way
 
-    def apart(self, value: float, distance: float) -> float:
+    def with_distance(self, value: float, distance: float) -> float:
         """Adds the part that depends on `distance`; `BlendedTeacher._value` does the same with tensors."""
         if not self.distance:
             return value
@@ -107,7 +107,8 @@ class BlendKind(TeacherKind):
     """Base of the kinds made of parts."""
 
     offers = frozenset({"logprobs_at", "hidden"})
-    of_whole: ClassVar[frozenset[str]] = frozenset({"role", "domains", "view"})  # parts inherit them from the mixture
+    blends = True
+    INHERITED: ClassVar[frozenset[str]] = frozenset({"role", "domains", "view"})  # parts inherit them from the mixture
 
     @property
     @abstractmethod
@@ -138,7 +139,7 @@ class BlendKind(TeacherKind):
     def by_distance(self) -> bool:
         return any(knob.distance for knob in self.knobs.values())
 
-    def weighed_domains(self) -> list[str]:
+    def weighted_domains(self) -> list[str]:
         return sorted({domain for knob in self.knobs.values() for domain in knob.domains})
 
     def reads(self) -> Sequence[ModelRef]:
@@ -160,11 +161,11 @@ class BlendKind(TeacherKind):
         return [path for kind in self.members.values() for path in kind.files()]
 
     def require(self, name: str, tokenizer: Any, signals: Collection[SignalKind]) -> None:
-        asked: tuple[SignalKind, ...] = ("hidden",)  # all signals derive from it
+        needed: tuple[SignalKind, ...] = ("hidden",)  # all signals derive from it
         for key, kind in self.members.items():
-            kind.require(f"{name}.{key}", tokenizer, asked)
+            kind.require(f"{name}.{key}", tokenizer, needed)
 
-    def vocabulary(self, context: RunContext) -> Elsewhere | None:
+    def vocabulary(self, context: RunContext) -> RemoteVocabulary | None:
         found = [known for kind in self.members.values() if (known := kind.vocabulary(context)) is not None]
         stop_ids = tuple(dict.fromkeys(index for known in found for index in known.stop_ids))
         name, size = ", ".join(known.name for known in found), min((known.size for known in found), default=0)
@@ -177,31 +178,31 @@ class BlendKind(TeacherKind):
     def bytes_per_weight(self, each: int, lora: bool) -> int:
         return sum(kind.bytes_per_weight(each, lora) for kind in self.members.values())
 
-    def refuse(self, view: StageView) -> Iterable[str]:
+    def check(self, view: StageView) -> Iterable[str]:
         for name, kind in self.members.items():
-            extra = sorted(changed(kind) & self.of_whole)
+            extra = sorted(changed(kind) & self.INHERITED)
             if extra:
-                yield f"part {name}: `{extra[0]}` is that of the whole: set it beside `kind: {self.name}`, not in a part."
+                yield f"part {name}: `{extra[0]}` applies to the mixture: set it next to `kind: {self.name}`, not in a part."
             elif kind.earlier():
-                yield f"part {name}: kind {kind.name} has what a whole teacher said in an earlier run. Use the teacher itself."
+                yield f"part {name}: kind {kind.name} reads stored scores, which cannot be mixed. Use the teacher itself."
             elif "hidden" not in kind.offers:
                 yield f"part {name}: kind {kind.name} gives no hidden states, so it cannot be mixed. Use another kind."
             else:
                 own = kind.model_copy(update={"role": self.role, "view": self.view})
-                yield from (f"part {name}: {text}" for text in own.refuse_as_part(view))
-        yield from self._refuse_weights()
+                yield from (f"part {name}: {text}" for text in own.check_as_part(view))
+        yield from self._check_weights()
         if all(kind.is_student_now for kind in self.members.values()) and self.view.as_sampled:
             yield "every part is the student as it is now, so the two never differ. Add another part, or a `view`."
 
-    def _refuse_weights(self) -> Iterable[str]:
-        domains = self.weighed_domains()
+    def _check_weights(self) -> Iterable[str]:
+        domains = self.weighted_domains()
         if len(domains) > MOST_DOMAINS:
             yield f"weights name {len(domains)} domains, and at most {MOST_DOMAINS} can have their own. Group them."
         if self.by_distance and len(self.members) != 2:
-            yield f"`distance` is that between two parts, and there are {len(self.members)}. Use two, or plain weights."
+            yield f"`distance` is measured between two parts, and there are {len(self.members)}. Use two, or plain weights."
         steps = sorted({1, *(knob.over for knob in self.knobs.values() if knob.over is not None)})
         for step, domain, distance in product(steps, ["", *domains], [0.0, FARTHEST] if self.by_distance else [0.0]):
-            values = [knob.apart(knob.at(step, domain), distance) for knob in self.knobs.values()]
+            values = [knob.with_distance(knob.at(step, domain), distance) for knob in self.knobs.values()]
             if mistake := self.mistake(values):
                 when = f"at step {step}" + (f" in domain {domain}" if domain else "")
                 when += f" where the parts are {distance:g} apart" if self.by_distance else ""
@@ -258,8 +259,8 @@ class MixtureTeacher(BlendKind):
             return "weights must have a sum above 0, or the target would be flat or point away from every part"
         return ""
 
-    def refuse(self, view: StageView) -> Iterable[str]:
-        yield from super().refuse(view)
+    def check(self, view: StageView) -> Iterable[str]:
+        yield from super().check(view)
         if self.combine != "sum":
             return
         for term in view.terms:
@@ -270,7 +271,7 @@ class MixtureTeacher(BlendKind):
             if self.role in term.roles and not fits:
                 yield (
                     "combine: sum is a sum of reverse KLs: it needs form: direct, divergence: reverse_kl over the full vocabulary, "
-                    f"and no gate that compares with the teacher; a {term.name} term asks otherwise. Use combine: geometric, "
+                    f"and no gate that compares with the teacher; a {term.name} term does not satisfy this. Use combine: geometric, "
                     "whose gradient is the same where the weights sum to 1."
                 )
 
@@ -281,8 +282,8 @@ class MixtureTeacher(BlendKind):
             last = knob.value if knob.to is None else knob.to
             if kind.is_student_now and self.combine == "geometric" and last >= 1:
                 yield (
-                    f"part {name} is the student itself with a weight of {last:g} in the end: at 1 and above the target "
-                    "sharpens without end. Let it decay: {value: 0.8, to: 0, over: STEPS}"
+                    f"part {name} is the student itself with a final weight of {last:g}: at 1 and above the target "
+                    "keeps sharpening. Let it decay: {value: 0.8, to: 0, over: STEPS}"
                 )
 
 
@@ -294,9 +295,9 @@ class ExtrapolationTeacher(BlendKind):
     toward: AnyPart = Field(description="the teacher to go past")
     away: AnyPart = Field(description="the teacher to go away from")
     by: Annotated[PartWeight, SHORT_FORMS["teachers.NAME.by"]] = Field(
-        PartWeight(value=0.25), description="how far; 0 is `toward` itself"
+        PartWeight(value=0.25), description="how far past `toward`; 0 is `toward` itself"
     )
-    divide: bool = Field(False, description="the loss of a token is divided by how far it goes (AlignDistil)")
+    divide: bool = Field(False, description="divide each token's loss by `by` (AlignDistil)")
 
     @property
     def members(self) -> Mapping[str, TeacherKind]:
@@ -314,18 +315,18 @@ class ExtrapolationTeacher(BlendKind):
 
     def mistake(self, values: Sequence[float]) -> str:
         if values[0] < 0:
-            return "`by` must not be negative: that is on the way back. Use kind: mixture, combine: geometric"
+            return "`by` must not be negative: a negative value lies between the two teachers. Use kind: mixture, combine: geometric"
         return "`by` must be above 0, since `divide` divides by it" if self.divide and not values[0] else ""
 
-    def refuse(self, view: StageView) -> Iterable[str]:
-        yield from super().refuse(view)
-        asked = {signal for term in view.terms for role, signal in term.needs().signals if role == self.role}
-        if self.divide and "logprobs_at" in asked:
+    def check(self, view: StageView) -> Iterable[str]:
+        yield from super().check(view)
+        needed = {signal for term in view.terms for role, signal in term.needs().signals if role == self.role}
+        if self.divide and "logprobs_at" in needed:
             yield "`divide` weighs the loss of direct terms, and another term asks for log-probs. Set divide: false."
 
 
 # --- The teacher: asks each part, and combines them where a distribution is needed ---
-# One signal holds the hidden states of all parts side by side, (T, D1 + D2 + …). If weights depend on the domain, one more column
+# One signal holds the hidden states of all parts concatenated, (T, D1 + D2 + …). If weights depend on the domain, one more column
 # holds the domain's number, so that it survives the store and micro-batching.
 
 
@@ -344,9 +345,9 @@ class BlendedTeacher(ScoringTeacher):
     ) -> None:
         super().__init__(name, kind.role, stop_ids, device=student.device)
         self._kind, self._parts = kind, _scoring(name, parts)
-        self._numbers = {domain: number for number, domain in enumerate(kind.weighed_domains(), start=1)}
+        self._numbers = {domain: number for number, domain in enumerate(kind.weighted_domains(), start=1)}
         self.context = min(part.context for part in self._parts.values())
-        self.elsewhere = _together(name, list(self._parts.values()))
+        self.elsewhere = _shared_vocabulary(name, list(self._parts.values()))
 
     @property
     def models(self) -> list[LanguageModel]:
@@ -359,7 +360,7 @@ class BlendedTeacher(ScoringTeacher):
         self, rollouts: Sequence[Rollout], need: SignalNeed, seen: Sequence[Rendered] | None = None
     ) -> list[Signal]:
         self.require_offered(need)
-        seen = seen if seen is not None else [behind(rollout.prompt_ids, rollout) for rollout in rollouts]
+        seen = seen if seen is not None else [response_after(rollout.prompt_ids, rollout) for rollout in rollouts]
         if need.hidden is not None and all(rollout.id in need.hidden for rollout in rollouts):
             signals = [need.hidden[rollout.id] for rollout in rollouts]
         else:
@@ -367,12 +368,12 @@ class BlendedTeacher(ScoringTeacher):
         return signals if need.kind == "hidden" or not rollouts else self._logprobs(rollouts, signals)
 
     def _joined(self, rollouts: Sequence[Rollout], seen: Sequence[Rendered]) -> list[Signal]:
-        """Hidden states of all parts side by side, masked to tokens that every part scores."""
+        """Hidden states of all parts concatenated, masked to tokens that every part scores."""
         import torch
 
-        said = [part.score(rollouts, SignalNeed("hidden"), seen) for part in self._parts.values()]
+        scored = [part.score(rollouts, SignalNeed("hidden"), seen) for part in self._parts.values()]
         signals = []
-        for rollout, text, parts in zip(rollouts, seen, zip(*said, strict=True), strict=True):
+        for rollout, text, parts in zip(rollouts, seen, zip(*scored, strict=True), strict=True):
             columns = [part.values.to(self.device) for part in parts]
             if self._numbers:
                 columns.append(columns[0].new_full((len(columns[0]), 1), self._numbers.get(rollout.domain, 0)))
@@ -458,14 +459,16 @@ class BlendedTeacher(ScoringTeacher):
             part.restore(own, {key.removeprefix(start): tensors[key] for key in tensors if key.startswith(start)})
 
 
-def _together(name: str, parts: Sequence[ScoringTeacher]) -> Elsewhere | None:
+def _shared_vocabulary(name: str, parts: Sequence[ScoringTeacher]) -> RemoteVocabulary | None:
     """The stop ids of the parts, and the ids that all of them share. Parts that are the student add nothing."""
     found = [part.elsewhere for part in parts if part.elsewhere is not None]
     found += [
-        Elsewhere(name, one.stop_ids, one.head.weight.shape[0]) for part in parts if (one := part.model) is not None
+        RemoteVocabulary(name, one.stop_ids, one.head.weight.shape[0])
+        for part in parts
+        if (one := part.model) is not None
     ]
     stop_ids = tuple(sorted({index for one in found for index in one.stop_ids}))
-    return Elsewhere(name, stop_ids, min(one.size for one in found)) if found else None
+    return RemoteVocabulary(name, stop_ids, min(one.size for one in found)) if found else None
 
 
 def models_of(teacher: TeacherLike) -> list[LanguageModel]:
@@ -480,6 +483,6 @@ def _scoring(name: str, parts: Mapping[str, TeacherLike]) -> dict[str, ScoringTe
     for key in parts:
         if key not in found:
             raise RecipeError(
-                f"teachers.{name}: part {key} is no ScoringTeacher, so the width of its hidden states is not known."
+                f"teachers.{name}: part {key} is not a ScoringTeacher, so the width of its hidden states is not known."
             )
     return found

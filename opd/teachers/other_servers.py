@@ -21,13 +21,13 @@ from opd.common.context import RunContext
 from opd.common.errors import RemoteError, ServerAway
 from opd.common.http import Addresses, Remote, Variable
 from opd.common.text import plain
-from opd.models.tokenizers import Elsewhere, fingerprint, require_same
+from opd.models.tokenizers import RemoteVocabulary, fingerprint, require_same
 from opd.records import Rendered, Rollout, Signal, SignalKind, SignalNeed, TeacherLike, TopK, WeightsRef
 from opd.registry import Address, Dtype, Positive, StageView, Word
 from opd.teachers.kinds import RemoteFacts, TeacherInputs, TeacherKind
-from opd.teachers.scoring import Page, ScoringTeacher
-from opd.teachers.served import GLANCE, Constancy
-from opd.teachers.views import behind
+from opd.teachers.scoring import Page, ScoringTeacher, tempered
+from opd.teachers.served import GLANCE, RemoteProbe
+from opd.teachers.views import response_after
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -41,16 +41,16 @@ class ForeignTeacher(TeacherKind):
     """Base of these kinds: an address, the model's name on the server, and where its tokenizer is read from locally."""
 
     address: Addresses = Field(description="of the server: http://HOST:PORT; or of several that serve the same")
-    model: Word = Field(description="what it is called there")
+    model: Word = Field(description="its name on the server")
     revision: Word | None = None
     token_env: Variable | None = Field(
-        None, description="the environment variable that holds the server's token, if it wants one"
+        None, description="the environment variable that holds the server's token, if it needs one"
     )
     concurrency: int = Field(8, ge=1, le=256, description="requests at once")
-    timeout: float = Field(300.0, gt=0, le=86_400, description="seconds for one answer")
-    patience: float = Field(3600.0, ge=0, le=31_536_000, description="seconds that the server may be away")
+    timeout: float = Field(300.0, gt=0, le=86_400, description="seconds to wait for one answer")
+    patience: float = Field(3600.0, ge=0, le=31_536_000, description="seconds to wait for an unreachable server")
     tolerance: float = Field(
-        0.5, gt=0, le=10, description="nats by which its log-probs of one text may differ from one time to the next"
+        0.5, gt=0, le=10, description="nats by which its log-probs of one text may differ between two requests"
     )
 
     @field_validator("address")
@@ -120,25 +120,25 @@ class ForeignTeacher(TeacherKind):
             tokenizer, describe_head(self.local, self.revision).tokenizer, "of this recipe", f"{name} ({self.local})"
         )
 
-    def vocabulary(self, context: RunContext) -> Elsewhere | None:
+    def vocabulary(self, context: RunContext) -> RemoteVocabulary | None:
         from opd.models.language_model import describe_head
-        from opd.models.tokenizers import Elsewhere
+        from opd.models.tokenizers import RemoteVocabulary
 
         head = describe_head(self.local, self.revision)
-        return Elsewhere(self.title, head.stop_ids, head.rows)
+        return RemoteVocabulary(self.title, head.stop_ids, head.rows)
 
 
 class HiddenTeacher(ForeignTeacher):
     """A server that gives hidden states. The head is read locally."""
 
-    stands_still = True
+    never_changes = True
     offers = frozenset({"logprobs_at", "hidden", "topk"})
 
     weights: Address | None = Field(
         None, description="directory or hub id that the output head is read from; default: `model`"
     )
     dtype: Dtype | None = Field(None, description="of the head; default: that of the student's weights")
-    batch_tokens: Positive = Field(32768, description="tokens that are asked for together")
+    batch_tokens: Positive = Field(32768, description="tokens per request")
     temperature: float = Field(1.0, ge=0.01, le=100, description="of the teacher's distribution alone")
 
     @property
@@ -153,7 +153,7 @@ class VllmTeacher(HiddenTeacher):
 
     transfer: Dtype = Field(
         "float32",
-        description="of hidden states on their way; bfloat16 is half of it, and exact if the server computes in it",
+        description="of hidden states over the network; bfloat16 takes half the bytes of float32, and is exact if the server computes in it",
     )
 
     def open(self, name: str, supplies: TeacherInputs) -> TeacherLike:
@@ -175,7 +175,7 @@ class OpenAITeacher(ForeignTeacher):
     """Reads log-probs of the prompt from /v1/completions: of the tokens themselves, and of the likeliest ids."""
 
     name = "openai"
-    stands_still = True
+    never_changes = True
     offers = frozenset({"logprobs_at", "topk"})
 
     tokenizer: Address | None = Field(
@@ -190,12 +190,12 @@ class OpenAITeacher(ForeignTeacher):
     def room(self, length: int | None) -> int:
         return super().room(length) if length is None else length - 1  # the server has to generate a token
 
-    def refuse(self, view: StageView) -> Iterable[str]:
+    def check(self, view: StageView) -> Iterable[str]:
         for term in view.terms:
             for role, k in term.needs().topk:
                 if role == self.role and k > self.max_logprobs:
                     yield (
-                        f"a term wants its {k} likeliest ids, and max_logprobs is {self.max_logprobs}. Set the term's k: "
+                        f"a term needs its {k} likeliest ids, and max_logprobs is {self.max_logprobs}. Set the term's k: "
                         f"{self.max_logprobs}, or start the server with --max-logprobs {k} and set max_logprobs: {k}."
                     )
 
@@ -225,11 +225,11 @@ class CompletionsTeacher:
         student, head = supplies.student, describe_head(kind.local, kind.revision)
         require_same(student.tokenizer, head.tokenizer, student.name, f"{name} ({kind.local})")
         self._stops, self._fingerprint = supplies.stop_ids, fingerprint(head.tokenizer)
-        self.elsewhere = Elsewhere(kind.title, head.stop_ids, head.rows)
+        self.elsewhere = RemoteVocabulary(kind.title, head.stop_ids, head.rows)
         self.version = int(self._fingerprint[:12], 16)
         self._remote = kind.connect(supplies.context)
         self.context = min(head.context, kind.room(kind.longest(self._remote)))
-        self._same = Constancy(self, self._remote, student.size, kind.tolerance)
+        self._same = RemoteProbe(self, self._remote, student.size, kind.tolerance)
         self._same.open(self._stops)
         plain = next(index for index in range(student.size) if index not in self._stops)
         self._ask([plain, plain], kind.max_logprobs)  # fails early if max_logprobs is too large
@@ -241,7 +241,7 @@ class CompletionsTeacher:
             raise ValueError(
                 f"teacher {self.name!r} gives {', '.join(sorted(self.offers))} of the response tokens only"
             )
-        seen = seen if seen is not None else [behind(rollout.prompt_ids, rollout) for rollout in rollouts]
+        seen = seen if seen is not None else [response_after(rollout.prompt_ids, rollout) for rollout in rollouts]
         several = self._kind.max_logprobs if len(self._stops) > 1 else 0
         k = max(several, need.k or 0)
         answers = self._same.map([partial(self._ask, text.ids.tolist(), k) for text in seen])
@@ -265,7 +265,7 @@ class CompletionsTeacher:
             listed = [None if entry is None else _listed(entry) for entry in entries]
         except (KeyError, IndexError, TypeError, ValueError, AttributeError):
             raise RemoteError(
-                f"{self._kind.title}: its answer has no `prompt_logprobs` that can be read, so it does not give log-probs of a "
+                f"{self._kind.title}: its answer has no readable `prompt_logprobs`, so it does not give log-probs of a "
                 "prompt's tokens. vLLM's generate server does; one that answers with texts alone cannot score."
             ) from None
         wrong = [
@@ -273,7 +273,7 @@ class CompletionsTeacher:
         ]
         if len(listed) != len(ids) or wrong:
             raise RemoteError(
-                f"{self._kind.title}: {len(ids)} tokens were sent, and it answered about {len(listed)}"
+                f"{self._kind.title}: {len(ids)} tokens were sent, and the answer covers {len(listed)}"
                 f"{f', another one at {wrong[0]}' if wrong else ''}. It has to score exactly the ids that it is given."
             )
         return listed
@@ -310,7 +310,7 @@ class CompletionsTeacher:
         """Fills in the k likeliest ids. The text's own token is left out if it is not among them."""
         import torch
 
-        from opd.divergences.supports import sum_resolution
+        from opd.divergences.torch_backend import sum_resolution
 
         likeliest = sorted(entry.items(), key=lambda item: -item[1])[: tops.ids.shape[1]]
         tops.ids[place, : len(likeliest)] = [index for index, _ in likeliest]
@@ -371,11 +371,11 @@ class RemoteHidden(ScoringTeacher):
         self._head = load_head(kind.local, kind.revision, dtype, str(student.device))
         require_same(student.tokenizer, self._head.tokenizer, student.name, f"{name} ({kind.local})")
         self.fingerprint = fingerprint(self._head.tokenizer)
-        self.elsewhere = Elsewhere(kind.title, self._head.stop_ids, self._head.rows)
+        self.elsewhere = RemoteVocabulary(kind.title, self._head.stop_ids, self._head.rows)
         self.version = int(self._head.digest[:12], 16)
         self._remote = kind.connect(supplies.context)
         self.context = min(self._head.context, kind.room(kind.longest(self._remote)))
-        self._same = Constancy(self, self._remote, student.size, kind.tolerance)
+        self._same = RemoteProbe(self, self._remote, student.size, kind.tolerance)
         self._same.open(self.stop_ids)
 
     def hidden(self, page: Page) -> Tensor:
@@ -395,7 +395,7 @@ class RemoteHidden(ScoringTeacher):
         return self._head.width
 
     def project(self, hidden: Tensor) -> Projection:
-        return self.tempered(self._head.project(hidden, self._student.size))
+        return tempered(self._head.project(hidden, self._student.size), self.temperature)
 
     def state(self) -> Mapping[str, Any]:
         return self._same.state()
@@ -460,7 +460,7 @@ class SglangHidden(RemoteHidden):
         if rows.shape != (len(ids), self._head.width):
             raise RemoteError(
                 f"{self._kind.title}: {len(ids)} tokens were answered with hidden states of shape {rows.shape}, and the head of "
-                f"{self._head.name} wants {self._head.width} numbers for each. Start it with --disable-radix-cache: of a prefix that it "
-                "kept it tells nothing. Is it the same model?"
+                f"{self._head.name} wants {self._head.width} numbers for each. Start it with --disable-radix-cache: it returns no "
+                "hidden states for a cached prefix. Is it the same model?"
             )
         return rows

@@ -1,4 +1,4 @@
-"""Any number of frozen teachers with a few of them in memory. The others wait on shelves and are read back before they score.
+"""Any number of frozen teachers with a few of them in memory. The others wait on shelves, in host memory or on disk, and are loaded before they score.
 
 With two resident, one scores while the next is read. During the update of the student no teacher is resident, except for one
 head: teacher outputs are kept as hidden states. After every page-in the teacher scores its batch and then a fixed probe, whose
@@ -38,9 +38,9 @@ from opd.models.attention import Packed
 from opd.models.files import read_header, weight_files
 from opd.models.language_model import LanguageModel
 from opd.records import Rendered, Rollout, Signal, SignalNeed
-from opd.teachers.pool import probe_rollouts, refuse_changed, refuse_lost
+from opd.teachers.pool import probe_rollouts, require_information, require_unchanged
 from opd.teachers.scoring import LocalTeacher, Page
-from opd.teachers.views import behind
+from opd.teachers.views import response_after
 
 SPARE = 0.25  # share of GPU memory that hidden states leave free; the rest of them goes to pinned host memory
 
@@ -51,29 +51,31 @@ class PagedWeights:
     def __init__(self, model: LanguageModel, shelf: Shelf, layout: FlatLayout) -> None:
         self.name, self.shelf, self.layout, self.device = model.name, shelf, layout, model.device
         self.flat: Tensor | None = None
-        self.asked = True  # whether the probe was scored since the last page-in
+        self.probed = True  # whether the probe was scored since the last page-in
         self._parameters = dict(model.module.named_parameters())
         self._head = [
             next((name for name, found in self._parameters.items() if found is part), None)
             for part in (model.head.weight, model.head.bias)
         ]
-        own = copy.copy(model)  # the probe is independent of any vocabulary shared with others
-        own.stays = False  # do not record passes, since weights come and go
-        self._scorer = LocalTeacher(model.name, "teacher", own, 8192, own.stop_ids)
-        texts = [behind(rollout.prompt_ids, rollout) for rollout in probe_rollouts(own.size, own.stop_ids)]
+        probed = copy.copy(model)  # the probe is independent of any vocabulary shared with others
+        probed.stays = False  # do not record passes, since weights come and go
+        self._scorer = LocalTeacher(model.name, "teacher", probed, 8192, probed.stop_ids)
+        texts = [
+            response_after(rollout.prompt_ids, rollout) for rollout in probe_rollouts(probed.size, probed.stop_ids)
+        ]
         self._probe = Page.of(texts, model.device)
-        self._said = self._answers().cpu().numpy()
-        refuse_lost(self.name, self._said, own.size)
+        self._expected = self._answers().cpu().numpy()
+        require_information(self.name, self._expected, probed.size)
         dtypes = {parameter.dtype for parameter in self._parameters.values()}
         self._missing = {kind: torch.full((1,), float("nan"), dtype=kind, device=model.device) for kind in dtypes}
-        self.take_away()
+        self.drop_weights()
 
     def put(self, flat: Tensor) -> None:
-        self.flat, self.asked = flat, False
+        self.flat, self.probed = flat, False
         for name, view in self.layout.views(flat).items():
             self._parameters[name].data = view
 
-    def take_away(self) -> None:
+    def drop_weights(self) -> None:
         """Drops the weights. Shapes, dtypes and device stay; the parameters become NaN."""
         self.flat = None
         for parameter in self._parameters.values():
@@ -81,8 +83,8 @@ class PagedWeights:
 
     def ask(self) -> ProbeAnswers:
         """Starts scoring the probe; does not wait for the device."""
-        self.asked = True
-        return ProbeAnswers(self.name, self._said, self._answers())
+        self.probed = True
+        return ProbeAnswers(self.name, self._expected, self._answers())
 
     @torch.no_grad()
     def _answers(self) -> Tensor:
@@ -119,7 +121,7 @@ class ProbeAnswers(NamedTuple):
     now: Tensor
 
     def compare(self) -> None:
-        refuse_changed(self.name, self.before, self.now.cpu().numpy())
+        require_unchanged(self.name, self.before, self.now.cpu().numpy())
 
 
 class Pager:
@@ -143,7 +145,7 @@ class Pager:
 
     # Opening and closing
 
-    def take_in(self, model: LanguageModel, source: Path | None) -> PagedModel:
+    def add_model(self, model: LanguageModel, source: Path | None) -> PagedModel:
         """Puts the weights of a newly loaded model on a shelf. `source`: its checkpoint directory."""
         tensors = {name: parameter.detach() for name, parameter in model.module.named_parameters()}
         layout = FlatLayout(tensors)
@@ -186,7 +188,7 @@ class Pager:
         if stay.flat is not None:
             return
         self.ask()
-        wanted = [stay, *self._behind(stay)]
+        wanted = [stay, *self._next_in_order(stay)]
         self._heads.clear()
         for other in [other for other in (*self._here, *self._coming) if other not in wanted]:
             self._drop(other)
@@ -202,7 +204,7 @@ class Pager:
 
     def ask(self) -> None:
         """Scores the probe with models paged in since the last call. Outside a batch, compares at once."""
-        self._answers += [stay.ask() for stay in self._here if not stay.asked]
+        self._answers += [stay.ask() for stay in self._here if not stay.probed]
         if not self._order:
             self._compare()
 
@@ -245,7 +247,7 @@ class Pager:
         self._order, self._arrived, self._answers = [], [], []
         self._heads.clear()
 
-    def _behind(self, stay: PagedWeights) -> list[PagedWeights]:
+    def _next_in_order(self, stay: PagedWeights) -> list[PagedWeights]:
         """The next models in scoring order, as many as fit alongside it."""
         if stay not in self._order:
             return []
@@ -269,7 +271,7 @@ class Pager:
             self._coming.pop(stay).abandon()
         if stay in self._here:
             self._here.remove(stay)
-            stay.take_away()
+            stay.drop_weights()
 
 
 def _settle(device: torch.device) -> None:
@@ -314,7 +316,7 @@ class PagedModel(LanguageModel):
 class PagedTeacher(LocalTeacher):
     """A frozen, paged checkpoint. Its hidden states stay on the device or, if that is full, in pinned host memory."""
 
-    _model: PagedModel
+    model: PagedModel
 
     def kept(self, hidden: Tensor) -> Tensor:
         if hidden.device.type != "cuda" or _has_room(hidden):
@@ -325,17 +327,17 @@ class PagedTeacher(LocalTeacher):
     def _signal(self, rollout: Rollout, text: Rendered, values: Any) -> Signal:
         """If a view leaves tokens out, values are spread over the response, which reads them; so wait for the copy first."""
         reached = sum(s1 - s0 for s0, s1, _, _ in text.spans)
-        if isinstance(values, Tensor) and values.device != self._model.device and reached < rollout.response_ids.size:
-            _settle(self._model.device)
+        if isinstance(values, Tensor) and values.device != self.model.device and reached < rollout.response_ids.size:
+            _settle(self.model.device)
         return super()._signal(rollout, text, values)
 
     def score(
         self, rollouts: Sequence[Rollout], need: SignalNeed, seen: Sequence[Rendered] | None = None
     ) -> list[Signal]:
         found = super().score(rollouts, need, seen)
-        self._model.ask()
-        if any(isinstance(signal.values, Tensor) and signal.values.device != self._model.device for signal in found):
-            _settle(self._model.device)  # wait for copies to the host
+        self.model.ask()
+        if any(isinstance(signal.values, Tensor) and signal.values.device != self.model.device for signal in found):
+            _settle(self.model.device)  # wait for copies to the host
         return found
 
 
@@ -587,7 +589,7 @@ def _equal(extent: Extent, tensor: Tensor) -> bool:
 # memory. The host waits for neither.
 
 
-class Took(NamedTuple):
+class LoadTimes(NamedTuple):
     """Seconds of a load."""
 
     waited: float  # while idle
@@ -603,7 +605,7 @@ class Load(Protocol):
     def abandon(self) -> None:
         """Gives the load up. Later kernels may reuse its memory."""
 
-    def took(self) -> Took:
+    def took(self) -> LoadTimes:
         """Call after `arrive`, when all later kernels are known to be done."""
 
 
@@ -645,9 +647,9 @@ class CopiedLoad:
         self._computing().wait_event(self._ended)
         self._given()
 
-    def took(self) -> Took:
+    def took(self) -> LoadTimes:
         waited, read = self._asked.elapsed_time(self._arrived), self._began.elapsed_time(self._ended)
-        return Took(waited / 1000, read / 1000)  # from milliseconds
+        return LoadTimes(waited / 1000, read / 1000)  # from milliseconds
 
     def _given(self) -> Tensor:
         """Hands over the tensor, so that its memory is freed as soon as the new owner drops it."""
@@ -692,8 +694,8 @@ class ReadLoad:
             wait([self._future])  # the thread writes to its memory until then
         self._future = self._flat = None
 
-    def took(self) -> Took:
-        return Took(self._waited, self._read)
+    def took(self) -> LoadTimes:
+        return LoadTimes(self._waited, self._read)
 
     def _fill(self, into: Tensor) -> Tensor:
         with self._turn, nullcontext() if self._copying is None else torch.cuda.stream(self._copying):

@@ -102,7 +102,7 @@ class QuantisedTeacher(LocalTeacher):
 
     def measure(self, texts: Sequence[Rendered]) -> dict[str, float]:
         """KL(original || quantised) in nats per token on these texts. Measured once; the original weights are then dropped."""
-        model = self._model
+        model = self.model
         if not model.unquantised or not texts:
             return {}
         page = Page.of(_few(texts), self.device)
@@ -116,7 +116,7 @@ class QuantisedTeacher(LocalTeacher):
         return {f"quantised_kl/{self.name}": float(found.mean())}
 
     def _forget(self) -> None:
-        self._model.unquantised = {}
+        self.model.unquantised = {}
 
     def observe(self, step: int, weights: WeightsRef) -> None:
         self._forget()

@@ -10,15 +10,15 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from opd.common.text import first_line
-from opd.models.tokenizers import Elsewhere, fingerprint
+from opd.models.tokenizers import RemoteVocabulary, fingerprint
 from opd.records import Rendered, Rollout, Signal, SignalKind, SignalNeed, TopK, WeightsRef
-from opd.teachers.kinds import BATCH_TOKENS
-from opd.teachers.views import behind
+from opd.teachers.views import response_after
 
 if TYPE_CHECKING:
     import torch
@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from opd.models.language_model import LanguageModel
 
 log = logging.getLogger(__name__)
+
+BATCH_TOKENS = 8192  # default tokens per forward pass
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,6 +66,7 @@ def _positions(text: Rendered, first: int) -> np.ndarray:
 
 
 def tempered(projection: Projection, temperature: float) -> Projection:
+    """Divides logits by a temperature, after the softcap, so the cap shrinks with them."""
     if temperature == 1.0:
         return projection
     cap = None if projection.softcap is None else projection.softcap / temperature
@@ -77,7 +80,8 @@ class ScoringTeacher:
     version = 0
     context = sys.maxsize
     temperature = 1.0  # of its own distribution, independent of the student's
-    elsewhere: Elsewhere | None = None  # facts about models outside of this process
+    model: Any = None  # in this process, if there is one
+    elsewhere: RemoteVocabulary | None = None  # facts about models outside of this process
     matched: tuple[np.ndarray, np.ndarray] | None = (
         None  # matching ids of student and teacher, if their tokenizers differ
     )
@@ -92,10 +96,6 @@ class ScoringTeacher:
     ) -> None:
         self.name, self.role, self.device = name, role, device
         self.stop_ids, self._batch_tokens = stop_ids, batch_tokens or BATCH_TOKENS
-
-    @property
-    def model(self) -> Any:
-        return None
 
     @cached_property
     def fingerprint(self) -> str:
@@ -119,10 +119,6 @@ class ScoringTeacher:
         """Hidden states as kept until the loss. Override to move them elsewhere."""
         return hidden
 
-    def tempered(self, projection: Projection) -> Projection:
-        """Divides logits by its temperature, after the softcap, so the cap shrinks with them."""
-        return tempered(projection, self.temperature)
-
     def measure(self, texts: Sequence[Rendered]) -> dict[str, float]:
         """Extra metrics, measured on the texts of the first batch."""
         return {}
@@ -130,7 +126,7 @@ class ScoringTeacher:
     def require_offered(self, need: SignalNeed) -> None:
         if need.kind not in self.offers:
             raise ValueError(
-                f"teacher {self.name!r} cannot give {need.kind!r}; it offers {', '.join(sorted(self.offers))}"
+                f"teacher {self.name!r} does not offer {need.kind!r}; it offers {', '.join(sorted(self.offers))}"
             )
         if need.ids is not None:
             raise ValueError(
@@ -144,14 +140,15 @@ class ScoringTeacher:
         from opd.models.language_model import pack
 
         self.require_offered(need)
-        seen = seen if seen is not None else [behind(rollout.prompt_ids, rollout) for rollout in rollouts]
-        order = sorted(range(len(seen)), key=lambda number: seen[number].length)
+        seen = seen if seen is not None else [response_after(rollout.prompt_ids, rollout) for rollout in rollouts]
+        items = [_Item(str(number), text.length, number, text) for number, text in enumerate(seen)]
+        items.sort(key=attrgetter("length"))
         found: dict[int, Signal] = {}
-        batches = pack([_Numbered(number, seen[number]) for number in order], self._batch_tokens)
-        asked = [([text for _, text in batch], [rollouts[number].id for number, _ in batch]) for batch in batches]
+        batches = pack(items, self._batch_tokens)
+        asked = [([item.text for item in batch], [rollouts[item.number].id for item in batch]) for batch in batches]
         for batch, answers in zip(batches, self._answers(asked, need), strict=True):
-            for (number, text), values in zip(batch, answers, strict=True):
-                found[number] = self._signal(rollouts[number], text, values)
+            for item, values in zip(batch, answers, strict=True):
+                found[item.number] = self._signal(rollouts[item.number], item.text, values)
         return [found[number] for number in range(len(seen))]
 
     def _answers(self, asked: Sequence[tuple[list[Rendered], list[str]]], need: SignalNeed) -> Iterable[list[Any]]:
@@ -167,7 +164,11 @@ class ScoringTeacher:
         except torch.OutOfMemoryError as error:
             if len(texts) == 1:
                 raise
-            log.warning("teacher %s: memory ran out, half as many tokens at once (%s)", self.name, first_line(error))
+            log.warning(
+                "teacher %s: memory ran out; retrying with half as many tokens at once (%s)",
+                self.name,
+                first_line(error),
+            )
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
         middle = len(texts) // 2
@@ -177,11 +178,6 @@ class ScoringTeacher:
             *self._fitting(texts[middle:], need, ids[middle:]),
         ]
 
-    @staticmethod
-    def is_known(ids: Sequence[str], need: SignalNeed) -> bool:
-        """Whether `need` includes the hidden states of these rollouts, so that no forward pass is needed."""
-        return need.hidden is not None and all(name in need.hidden for name in ids)
-
     def _values(self, texts: Sequence[Rendered], need: SignalNeed, ids: Sequence[str]) -> list[Any]:
         import torch
 
@@ -189,7 +185,7 @@ class ScoringTeacher:
 
         with torch.no_grad():
             page = Page.of(texts, self.device)
-            if need.hidden is not None and self.is_known(ids, need):
+            if need.hidden is not None and all(name in need.hidden for name in ids):
                 hidden_ND = torch.cat([reached(need.hidden[name]).to(self.device) for name in ids])
             else:
                 hidden_ND = self.hidden(page)
@@ -197,7 +193,7 @@ class ScoringTeacher:
                 return list(self.kept(hidden_ND).split(page.counts))
             if need.kind == "topk":
                 if need.k is None:
-                    raise ValueError("likeliest ids: how many? SignalNeed('topk', k=…)")
+                    raise ValueError("topk needs the number of ids: SignalNeed('topk', k=…)")
                 return self._likeliest(self.project(hidden_ND), need.k, page.counts)
             projection = self.project(hidden_ND)
             logprobs_N = token_logprobs(projection, page.tokens_N, merge=(self.stop_ids,), trusted=True)
@@ -235,19 +231,13 @@ class ScoringTeacher:
         self.version = version
 
 
-class _Numbered(NamedTuple):
-    """A text and its number, for `pack`."""
+class _Item(NamedTuple):
+    """A text, its length and its number, for `pack`."""
 
+    id: str
+    length: int
     number: int
     text: Rendered
-
-    @property
-    def id(self) -> str:
-        return str(self.number)
-
-    @property
-    def length(self) -> int:
-        return self.text.length
 
 
 def reached(signal: Signal) -> Tensor:
@@ -296,22 +286,20 @@ class LocalTeacher(ScoringTeacher):
         from opd.models.cuda_graphs import PassGraphs
 
         super().__init__(name, role, stop_ids, batch_tokens, model.device)
-        self._model, self.context = model, model.context
+        self.model: LanguageModel = model
+        self.context = model.context
         self._heads: dict[torch.device, tuple[Tensor, Tensor | None]] = {}  # copies on other devices
         model.module.requires_grad_(False)
         model.graphs = model.graphs or PassGraphs.of(model)
 
-    @property
-    def model(self) -> LanguageModel:
-        return self._model
-
     def hidden(self, page: Page) -> Tensor:
-        return self._model.predict(page).hidden
+        return self.model.predict(page).hidden
 
     def _answers(self, asked: Sequence[tuple[list[Rendered], list[str]]], need: SignalNeed) -> Iterable[list[Any]]:
-        fresh = [not self.is_known(ids, need) for _, ids in asked]
-        values = self._fitting if self._model.passes_alone else self._values
-        turns = self._model.passes([ids for (_, ids), new in zip(asked, fresh, strict=True) if new])
+        known = need.hidden or {}  # the hidden states of these rollouts need no forward pass
+        fresh = [any(name not in known for name in ids) for _, ids in asked]
+        values = self._fitting if self.model.passes_alone else self._values
+        turns = self.model.passes([ids for (_, ids), new in zip(asked, fresh, strict=True) if new])
         for (texts, ids), new in zip(asked, fresh, strict=True):
             if new:
                 next(turns)
@@ -321,15 +309,15 @@ class LocalTeacher(ScoringTeacher):
 
     @property
     def width(self) -> int:
-        return int(self._model.head.weight.shape[1])
+        return int(self.model.head.weight.shape[1])
 
     def project(self, hidden: Tensor) -> Projection:
         """Projects on the device of the hidden states. The student's device, which computes the loss, has a copy of the head."""
-        projection = self._model.project(hidden.to(self._model.dtype))
+        projection = self.model.project(hidden.to(self.model.dtype))
         if hidden.device != projection.weight.device:
             weight, bias = self._head_on(hidden.device, projection)
             projection = replace(projection, weight=weight, bias=bias)
-        return self.tempered(projection)
+        return tempered(projection, self.temperature)
 
     def _head_on(self, device: torch.device, head: Projection) -> tuple[Tensor, Tensor | None]:
         if device not in self._heads:

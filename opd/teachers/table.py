@@ -16,15 +16,15 @@ import torch
 from torch import Tensor
 
 from opd.common.errors import DataError
-from opd.data.render import render_prompts
+from opd.data.prompts import render_prompts
 from opd.divergences import statistics
 from opd.models.language_model import LanguageModel, Pack, stored_parts
 from opd.models.tokenizers import differing_ids
-from opd.objective.batch import beside
+from opd.objective.batch import over_spans
 from opd.records import Prompt, Rendered, Rollout, Signal, SignalNeed, TeacherLike
 from opd.teachers.other_servers import CompletionsTeacher
 from opd.teachers.scoring import ScoringTeacher
-from opd.teachers.views import Group, SameView, View, aligned_bytes, behind, texts_for
+from opd.teachers.views import Group, SameView, View, aligned_bytes, response_after, texts_for
 
 K = 16  # of the top-K overlap
 FAR, APART, LOST = 0.15, 0.7, 0.8  # nats of KL; overlap; mass of stopping where answers stop
@@ -32,7 +32,7 @@ ORIGIN = 0.5  # cosine between weights: near 1 with a common origin, else near 0
 ALIGNED = 0.9  # share of the text inside spans, if tokenizers differ
 SAMPLE = 65_536  # weights compared per tensor
 COMPARED = 4  # tensors compared
-ASK = "`opd diagnose` measures whether a cold start on its own answers comes first."  # a few answers do not tell
+ASK = "`opd diagnose` measures whether it helps to train on its answers first."  # a few answers do not tell
 
 
 @dataclass(frozen=True)
@@ -179,7 +179,7 @@ def _divergence(
     if "logprobs_at" not in teacher.offers:
         return {}
     gaps = [
-        beside(rollout.logprob, signal) - np.asarray(signal.values)
+        over_spans(rollout.logprob, signal) - np.asarray(signal.values)
         for rollout, signal in zip(rollouts, teacher.score(rollouts, SignalNeed("logprobs_at"), texts), strict=True)
     ]
     known = np.concatenate(gaps)
@@ -241,7 +241,7 @@ def _template(
         if np.array_equal(ours, theirs):
             same += rollout.response_ids.size
         elif max(ours.size, theirs.size) + rollout.response_ids.size <= teacher.context:
-            pairs.append((rollout, behind(ours, rollout), behind(theirs, rollout)))
+            pairs.append((rollout, response_after(ours, rollout), response_after(theirs, rollout)))
     if not pairs:
         return 0.0 if same else None
     need, rollouts = SignalNeed("logprobs_at"), [rollout for rollout, _, _ in pairs]
@@ -254,7 +254,7 @@ def _template(
 
 def same_origin(student: LanguageModel, model: LanguageModel) -> float | None:
     """Cosine between some weights of the two models; None if no shapes match, or weights are sharded."""
-    if model.spread or not student.passes_alone:
+    if model.sharded or not student.passes_alone:
         return None
     ours = dict((student if student.adapter is None else student.base()).module.named_parameters())
     before = {f"{layer}.weight": weight for layer, weight in model.unquantised.items()}
@@ -309,7 +309,7 @@ def _findings(pair: Pair) -> Iterator[Finding]:
         yield Finding(
             f"less than {ALIGNED:.0%} of the text aligns",
             f"{pair.aligned:.0%}",
-            "Take a teacher whose tokens are nearer to the student's.",
+            "Choose a teacher whose tokenizer is closer to the student's.",
         )
     if pair.rows is not None and pair.rows[0] != pair.rows[1] and not pair.ids_differ:
         yield Finding(
@@ -321,19 +321,19 @@ def _findings(pair: Pair) -> Iterator[Finding]:
         yield Finding(
             "a shorter context",
             f"{pair.context[1]:,} tokens, the student {pair.context[0]:,}",
-            "Prompts and answers have to fit into the shorter: lower rollout.max_new_tokens, or show it less.",
+            "Prompts and answers have to fit into the shorter: lower rollout.max_new_tokens, or show the teacher less.",
         )
     if pair.template:
         yield Finding(
             "another chat template",
             f"{pair.template:.2g} nats per token",
-            "Put the templates right, or let it read its own: view: {chat_template: teacher}.",
+            "Fix the templates, or let it read its own: view: {chat_template: teacher}.",
         )
     if pair.plain:
         yield Finding(
             "prompts without the chat template",
             f"{pair.plain} of those looked at",
-            "Text goes to the student as it is. If it answers in chats, give messages: [{role: user, content: …}].",
+            "The student reads such text unchanged. If it answers in chats, give messages: [{role: user, content: …}].",
         )
     yield from _about_stops(pair)
     yield from _about_distance(pair)
@@ -358,11 +358,11 @@ def _about_stops(pair: Pair) -> Iterator[Finding]:
 def _about_distance(pair: Pair) -> Iterator[Finding]:
     if pair.origin is not None and pair.origin < ORIGIN:
         yield Finding(
-            "weights of another origin",
+            "weights with another origin",
             f"cosine {pair.origin:.2f}",
-            f"Such a teacher brought its student 0.60 of the way where one of the same origin brought it 0.94. {ASK}",
+            f"In one measurement (docs/teachers.md) such a teacher brought its student to 0.60 of its level, one with the same origin to 0.94. {ASK}",
         )
-    cold = f"Others have taught well from farther away. {ASK}"
+    cold = f"This often still works. {ASK}"
     if pair.kl is not None and pair.kl > FAR:
         yield Finding(f"initial KL above {FAR} nats per token", f"{pair.kl:.2g}", cold)
     if pair.overlap is not None and pair.overlap < APART:

@@ -37,18 +37,18 @@ class Group:
     feedback: Mapping[str, str] = field(default_factory=dict)  # feedback that came with the rewards, if any
     student: Any = None  # the tokenizer of the responses, if `tokenizer` is the teacher's
 
-    def behind(self, prompt: Prompt, rollout: Rollout, skip: int = 0) -> Rendered:
+    def response_after(self, prompt: Prompt, rollout: Rollout, skip: int = 0) -> Rendered:
         """The response after another prompt. Its first `skip` tokens are read but not scored."""
-        return behind(self.prompt_ids(prompt), rollout, skip)
+        return response_after(self.prompt_ids(prompt), rollout, skip)
 
     def prompt_ids(self, prompt: Prompt) -> np.ndarray:
-        from opd.data.render import render_prompt
+        from opd.data.prompts import render_prompt
 
         return render_prompt(prompt, self.tokenizer, self.template_kwargs)
 
     def answer(self, rollout: Rollout) -> str:
         """A response as text without its thinking, whether `</think>` is plain text or a special token."""
-        from opd.data.render import response_text
+        from opd.data.prompts import response_text
 
         ids, end = rollout.response_ids, self.tokenizer.convert_tokens_to_ids(THOUGHT)
         known = end is not None and end != self.tokenizer.unk_token_id
@@ -56,7 +56,7 @@ class Group:
         return response_text(ids, self.tokenizer, self.stop_ids).rpartition(THOUGHT)[2].strip()
 
 
-def behind(prompt_ids: np.ndarray, rollout: Rollout, skip: int = 0) -> Rendered:
+def response_after(prompt_ids: np.ndarray, rollout: Rollout, skip: int = 0) -> Rendered:
     start, size = prompt_ids.size, rollout.response_ids.size
     skip = min(skip, size)
     return Rendered(
@@ -75,7 +75,7 @@ class View(Choice):
 
     skip: Count = Field(0, description="first tokens of every response that are read, but not scored")
     chat_template: Literal["student", "teacher"] = Field(
-        "student", description="whose chat template stands around what is read; the response stays as it was sampled"
+        "student", description="whose chat template renders the text; the response keeps the sampled ids"
     )
 
     @property
@@ -88,7 +88,7 @@ class View(Choice):
         """Whether it changes the style of answers. A teacher that closely follows the student would overdo it."""
         return False
 
-    def refuse(self, view: StageView) -> Iterable[str]:
+    def check(self, view: StageView) -> Iterable[str]:
         if self.skip >= view.rollout.max_new_tokens:
             yield f"view {self.name}: skip {self.skip} leaves nothing of {view.rollout.max_new_tokens} tokens to score. Lower it."
 
@@ -96,7 +96,7 @@ class View(Choice):
     def idle_for_student(self) -> Iterable[str]:
         """Settings that have no effect if the student reads the view and answers."""
         if self.chat_template == "teacher" and self.reprompts:
-            yield f"the student reads the view {self.name} through its own chat template. Drop chat_template."
+            yield f"under the view {self.name} the student answers, with its own chat template. Drop chat_template."
         if self.skip:
             yield f"skip is for tokens that a teacher scores, and under the view {self.name} the student answers. Drop it."
 
@@ -114,7 +114,7 @@ class View(Choice):
 
     def render(self, prompt: Prompt, rollout: Rollout, group: Group) -> Rendered | None:
         shown = self.reprompt(prompt, rollout, group)
-        return None if shown is None else group.behind(shown, rollout, self.skip)
+        return None if shown is None else group.response_after(shown, rollout, self.skip)
 
 
 AnyView = Annotated[View, Family("view", default="same")]
@@ -133,7 +133,7 @@ class SameView(View):
     def render(self, prompt: Prompt, rollout: Rollout, group: Group) -> Rendered | None:
         if not self.as_sampled:
             return super().render(prompt, rollout, group)
-        return behind(rollout.prompt_ids, rollout, self.skip)
+        return response_after(rollout.prompt_ids, rollout, self.skip)
 
 
 class InstructionView(View):
@@ -160,12 +160,12 @@ class ShowingView(View):
     """Views that show texts next to the question. Neither the question nor the response is ever cut."""
 
     longest: Positive | None = Field(None, description="characters of each text that is shown; longer ones are cut")
-    keep: Literal["start", "end", "both"] = Field("start", description="with longest: the part of a text that stays")
+    keep: Literal["start", "end", "both"] = Field("start", description="with longest: the part of a text that is kept")
 
     @model_validator(mode="after")
     def _cuts(self) -> ShowingView:
         if "keep" in changed(self) and self.longest is None:
-            raise ValueError("`keep` says which part of a text stays when it is longer than `longest`: set that, too")
+            raise ValueError("`keep` says which part of a longer text is kept: set `longest` as well")
         return self
 
     def cut(self, text: str) -> str:
@@ -208,8 +208,8 @@ class ContextView(ShowingView):
     """Replaces the long document that the student reads by its relevant part (OPSDL)."""
 
     name = "context"
-    document: Word = Field("document", description="of context: the column with the text that stands in the prompt")
-    instead: Word = Field("relevant", description="of context: the column with what is read in its place")
+    document: Word = Field("document", description="of context: the column with the text in the prompt")
+    instead: Word = Field("relevant", description="of context: the column with the text that replaces it")
 
     @model_validator(mode="after")
     def _differs(self) -> ContextView:
@@ -300,8 +300,8 @@ class SiblingView(RewardedView, ShowingView):
             raise ValueError("the template does not name {sibling}, the answer that is shown")
         return value
 
-    def refuse(self, view: StageView) -> Iterable[str]:
-        yield from super().refuse(view)
+    def check(self, view: StageView) -> Iterable[str]:
+        yield from super().check(view)
         if view.rollout.samples == 1:
             yield "view sibling shows another answer to the same prompt, and rollout.samples is 1. Set it to 2 or more."
 
@@ -327,14 +327,14 @@ class FeedbackView(RewardedView, ShowingView):
     name = "feedback"
     reads_feedback = True
     feedback: Text = Field(
-        "\n\nFeedback on an earlier answer:\n\n{feedback}", description="of feedback: stands behind the question"
+        "\n\nFeedback on an earlier answer:\n\n{feedback}", description="of feedback: added after the question"
     )
     sibling: Text | None = Field(
-        None, description="of feedback: stands before it where another answer was right, for example {sibling}"
+        None, description="of feedback: added before it where another answer was right, for example {sibling}"
     )
     feedback_beside_sibling: bool = Field(True, description="of feedback: show it even where a sibling is shown")
     closing: str = Field(
-        "\n\nNow answer the question.", max_length=100_000, description="of feedback: stands at the end"
+        "\n\nNow answer the question.", max_length=100_000, description="of feedback: added at the end"
     )
 
     @field_validator("feedback", "sibling")
@@ -345,13 +345,13 @@ class FeedbackView(RewardedView, ShowingView):
         return value
 
     @model_validator(mode="after")
-    def _beside(self) -> FeedbackView:
+    def _has_sibling(self) -> FeedbackView:
         if self.sibling is None and not self.feedback_beside_sibling:
             raise ValueError("feedback_beside_sibling belongs to `sibling`, which is not given")
         return self
 
-    def refuse(self, view: StageView) -> Iterable[str]:
-        yield from super().refuse(view)
+    def check(self, view: StageView) -> Iterable[str]:
+        yield from super().check(view)
         if self.sibling is not None and view.rollout.samples == 1:
             yield "view feedback has a `sibling`, and rollout.samples is 1. Set it to 2 or more, or drop `sibling`."
 
@@ -405,7 +405,7 @@ class RevisionView(RewardedView):
         phrase = group.tokenizer(self.correct if right else self.wrong, add_special_tokens=False)["input_ids"]
         asked = rollout.prompt_ids if self.chat_template == "student" else group.prompt_ids(prompt)
         before = np.concatenate([asked, answer, np.asarray(phrase, dtype=np.int32)])
-        return behind(before, rollout, self.skip)
+        return response_after(before, rollout, self.skip)
 
 
 # --- A view for teachers with another tokenizer ---
@@ -422,13 +422,13 @@ class BytesView(View):
     chat_template: Literal["teacher"] = Field("teacher", description="of bytes: always the teacher's own")
 
     def render(self, prompt: Prompt, rollout: Rollout, group: Group) -> Rendered | None:
-        from opd.data.render import ids_behind
+        from opd.data.prompts import ids_after
 
         response, stopped = _without_stop(rollout.response_ids, group.stop_ids)
         asked, ours = group.prompt_ids(prompt), pieces(group.student, response)
         whole = b"".join(ours)
         text = readable(whole)
-        theirs = ids_behind(prompt, text, group.tokenizer, group.template_kwargs) if text else []
+        theirs = ids_after(prompt, text, group.tokenizer, group.template_kwargs) if text else []
         read = pieces(group.tokenizer, theirs)
         spans, start = common_spans(ours, read), asked.size
         complete, cut = _reaches_both_ends(spans, len(ours), len(theirs)), 0

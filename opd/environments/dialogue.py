@@ -1,0 +1,60 @@
+"""A scripted dialogue: the user's messages are a column of the prompt, whatever the student answers.
+
+    {"prompt": "add 12+30", "answer": "42", "script": [{"say": "add 5+17", "answer": "22"}, {"say": "Thanks!"}]}
+
+Each answer that has one in the script is rewarded if it is exactly that, in equal parts that add up to 1.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from opd.common.errors import DataError
+from opd.records import Prompt
+from opd.rollouts.environments import Environment, Episode, Step, Turn
+
+
+class ScriptedDialogue(Environment):
+    """Plays the `script` of a prompt: `task:dialogue`, or a column of your rows."""
+
+    name = "dialogue"
+    inline = True
+
+    def open(self, prompt: Prompt, key: int) -> Episode:
+        return DialogueEpisode(prompt)
+
+    def oracle(self, prompt: Prompt) -> Sequence[str] | None:
+        expected = DialogueEpisode(prompt).expected
+        return None if None in expected else [str(answer) for answer in expected]
+
+
+class DialogueEpisode(Episode):
+    def __init__(self, prompt: Prompt) -> None:
+        script = read_script(prompt)
+        self.messages = [line["say"] for line in script]
+        self.expected = [prompt.fields.get("answer"), *(line.get("answer") for line in script)]
+        self.part = 1 / max(1, sum(answer is not None for answer in self.expected))
+
+    def step(self, turn: Turn) -> Step:
+        expected = self.expected[turn.number]
+        reward = None if expected is None else self.part * (turn.text.strip() == str(expected).strip())
+        if turn.number == len(self.messages):
+            return Step(reward=reward, done=True)
+        return Step(messages=[{"role": "user", "content": self.messages[turn.number]}], reward=reward)
+
+
+def read_script(prompt: Prompt) -> list[Mapping[str, Any]]:
+    found = prompt.fields.get("script")
+    try:
+        lines = json.loads(found) if isinstance(found, str) else found
+    except ValueError:
+        lines = None
+    if not isinstance(lines, Sequence) or not all(
+        isinstance(line, Mapping) and isinstance(line.get("say"), str) for line in lines
+    ):
+        raise DataError(
+            f"prompt {prompt.id!r}: environment dialogue needs a column `script`, a list of {{say, answer}}, got {found!r:.100}."
+        )
+    return list(lines)

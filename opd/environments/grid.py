@@ -1,0 +1,67 @@
+"""A text world on a grid: the student fetches a key and carries it to a door, one step per turn.
+
+    student reads   at b2, key c1, door d4, walls a3 b4
+    student: e      environment:  c2
+    student: n      environment:  c1 key
+
+A world is solvable, and drawn by its prompt alone (`task:grid`). `World.path` is the oracle: a shortest path from any state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from pydantic import Field
+
+from opd.data.prompts import question
+from opd.data.tasks import MOVES, World
+from opd.records import Prompt
+from opd.registry import Positive, StageView
+from opd.rollouts.environments import Environment, Episode, Step, Turn
+
+
+class Grid(Environment):
+    """The world of a prompt of `task:grid`. Reward 1 at the door with the key."""
+
+    name = "grid"
+    inline = True
+    turns: Positive = Field(16, le=10_000, description="of the student, at most")
+    progress: float = Field(
+        0.0, ge=0, le=1, description="of grid: reward for each step that shortens the way, by its share"
+    )
+
+    def check(self, view: StageView) -> Iterable[str]:
+        yield from super().check(view)
+        if self.turn_tokens is None:
+            yield "environment grid: a turn is one letter. Set turn_tokens, for example to 4."
+
+    def open(self, prompt: Prompt, key: int) -> Episode:
+        return GridEpisode(self, World.read(question(prompt)))
+
+    def oracle(self, prompt: Prompt) -> Sequence[str]:
+        world = World.read(question(prompt))
+        return list(world.path(world.start, False))
+
+
+class GridEpisode(Episode):
+    def __init__(self, environment: Grid, world: World) -> None:
+        self.environment, self.world = environment, world
+        self.place, self.has_key = world.start, world.start == world.key
+        self.length = len(world.path(self.place, self.has_key))
+
+    def step(self, turn: Turn) -> Step:
+        move = turn.text.strip()[:1]
+        if move not in MOVES:
+            return Step(messages=[_user(f" {'/'.join(MOVES)}?")], reward=0.0, counts={"malformed": 1})
+        before = len(self.world.path(self.place, self.has_key))
+        self.place = self.world.moved(self.place, move)
+        self.has_key = self.has_key or self.place == self.world.key
+        if self.has_key and self.place == self.world.door:
+            return Step(reward=1.0, done=True)
+        closer = len(self.world.path(self.place, self.has_key)) < before
+        reward = self.environment.progress * closer / self.length
+        return Step(messages=[_user(f" {self.place}{' key' if self.has_key else ''}")], reward=reward)
+
+
+def _user(content: str) -> dict[str, str]:
+    return {"role": "user", "content": content}

@@ -1,0 +1,250 @@
+"""Environments of other packages, with the packages themselves: `make test-agents` installs them."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from opd.common.errors import RecipeError
+from opd.environments.mcp import McpEnvironment
+from opd.environments.simulators import (
+    GymnasiumEnvironment,
+    OpenEnvEnvironment,
+    ScienceWorldEnvironment,
+    TextArenaEnvironment,
+)
+from opd.records import Prompt
+from opd.rollouts.environments import Environment, Step, Turn
+from opd.rollouts.tool_calls import Call
+
+pytestmark = pytest.mark.agents
+
+
+def prompt(number: int = 0) -> Prompt:
+    return Prompt(id=f"episodes:x/train/{number}", domain="x", messages=())
+
+
+def played(environment: Environment, *texts: str, number: int = 0) -> list[str]:
+    """The observations of an episode and how it ended."""
+    episode = environment.open(prompt(number), 1)
+    said = [str(message["content"]) for message in episode.reset()]
+    for turn, text in enumerate(texts):
+        step = episode.step(Turn(turn, text, np.zeros(0, np.int32), "stop"))
+        assert isinstance(step, Step)
+        said.append(step.feedback if step.done else str(step.messages[0]["content"]))
+        if step.done:
+            said.append(f"done: {step.reward}")
+            break
+    episode.close()
+    return said
+
+
+def replayed(environment: Environment, *texts: str) -> list[str]:
+    """Played twice with the same result: what a resumed run relies on."""
+    first = played(environment, *texts)
+    assert played(environment, *texts) == first
+    return first
+
+
+def test_gymnasium() -> None:
+    lake = GymnasiumEnvironment(id="FrozenLake-v1", arguments={"is_slippery": False}, action="number")
+    assert replayed(lake, "2", "2", "1", "1", "1", "2") == [
+        "Observation: 0", *(f"Observation: {place}" for place in (1, 2, 6, 10, 14)), "Observation: 15", "done: 1.0",
+    ]  # fmt: skip
+    cards = GymnasiumEnvironment(id="Blackjack-v1", action="number")
+    assert replayed(cards, "0")[-1].startswith("done: ")
+    assert len({played(cards, number=number)[0] for number in range(9)}) > 3
+    with pytest.raises(RecipeError, match="failed"):
+        played(GymnasiumEnvironment(id="Nowhere-v0"))
+
+
+@pytest.mark.parametrize(
+    ("id", "text"),
+    [
+        ("game:GuessTheNumber-v0-easy", r"\boxed{5}"),
+        ("game:Mastermind-v0-easy", r"\boxed{123}"),
+        ("game:Sudoku-v0-easy", r"\boxed{1 1 1}"),
+        ("game:TowerofHanoi-v0-easy", r"\boxed{A B}"),
+        ("game:Minesweeper-v0-easy", r"\boxed{reveal 1 1}"),
+    ],
+)
+def test_gem(id: str, text: str) -> None:
+    said = replayed(GymnasiumEnvironment(package="gem", id=id), text, text)
+    assert len(said[0]) > 50
+    assert len(said) >= 3
+
+
+@pytest.mark.parametrize("id", ["GuessTheNumber-v0", "Sudoku-v0", "TowerOfHanoi-v0", "FrozenLake-v0"])
+def test_textarena(id: str) -> None:
+    said = replayed(TextArenaEnvironment(id=id), "[5]", "[right]")
+    assert len(said[0]) > 50
+    assert len(said) >= 3
+
+
+def test_scienceworld() -> None:
+    world = ScienceWorldEnvironment(task="find-living-thing", steps=5)
+    said = replayed(world, "I look.\nlook around", "inventory", "wait1", "wait1", "wait1", "wait1")
+    assert "Your task is to find a" in said[0]
+    assert "This room is called" in said[1]
+    assert said[-1].startswith("done: ")
+    with pytest.raises(RecipeError, match="no task 'cook'"):
+        played(ScienceWorldEnvironment(task="cook"))
+
+
+def free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return int(found.getsockname()[1])
+
+
+@contextmanager
+def served(file: Path, source: str) -> Iterator[str]:
+    """A server in a process of its own."""
+    url = f"http://127.0.0.1:{(port := free_port())}"
+    file.write_text(source.replace("@PORT@", str(port)))
+    process = subprocess.Popen([sys.executable, str(file)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        for _ in range(600):
+            try:
+                urllib.request.urlopen(url, timeout=1).close()
+                break
+            except urllib.error.HTTPError:
+                break
+            except OSError:
+                assert process.poll() is None, "the server has ended"
+                time.sleep(0.1)
+        yield url
+    finally:
+        process.kill()
+        process.wait()
+
+
+MCP = '''
+try:
+    from mcp.server.mcpserver import MCPServer as Server
+except ImportError:
+    from mcp.server.fastmcp import FastMCP as Server
+
+server = Server("notes")
+NOTES = []
+
+
+@server.tool()
+def add(a: int, b: int = 1) -> int:
+    """Adds two numbers."""
+    return a + b
+
+
+@server.tool()
+def note(text: str) -> str:
+    """Keeps a note."""
+    NOTES.append(text)
+    return ", ".join(NOTES)
+
+
+@server.tool()
+def fail() -> str:
+    """Fails."""
+    raise ValueError("on purpose")
+
+
+if "@PORT@".isdigit():
+    import uvicorn
+    uvicorn.run(server.streamable_http_app(), host="127.0.0.1", port=int("@PORT@"))
+else:
+    server.run("stdio")
+'''
+
+
+def calls(environment: McpEnvironment, *made: tuple[str, dict[str, Any]]) -> list[str]:
+    episode = environment.open(prompt(), 1)
+    given = tuple(Call(name, arguments, f"call{number:05d}") for number, (name, arguments) in enumerate(made))
+    step = episode.step(Turn(0, "", np.zeros(0, np.int32), "stop", given))
+    episode.close()
+    assert isinstance(step, Step)
+    return [str(message["content"]) for message in step.messages]
+
+
+def used(environment: McpEnvironment) -> None:
+    add, *_ = environment.tools()
+    assert [tool.name for tool in environment.tools()] == ["add", "note", "fail"]
+    assert add.description == "Adds two numbers."
+    assert add.parameters["required"] == ["a"]
+    said = calls(environment, ("add", {"a": 2, "b": 3}), ("note", {"text": "x"}), ("fail", {}))
+    assert said[0] == "5"
+    assert said[1].endswith("x")
+    assert "on purpose" in said[2] or "Error executing tool fail" in said[2]
+
+
+def test_an_mcp_server_as_a_process(tmp_path: Path) -> None:
+    (tmp_path / "server.py").write_text(MCP)
+    environment = McpEnvironment(
+        command=[sys.executable, str(tmp_path / "server.py")], variables=["PYTHONPATH"], call_seconds=60
+    )
+    used(environment)
+    assert calls(environment, ("note", {"text": "y"})) == ["y"]  # a session of its own
+
+
+def test_an_mcp_server_over_http(tmp_path: Path) -> None:
+    with served(tmp_path / "server.py", MCP) as url:
+        used(McpEnvironment(url=f"{url}/mcp", call_seconds=60))
+        used(McpEnvironment(url=f"{url}/mcp", session="shared", call_seconds=60))
+
+
+OPENENV = """
+from openenv.core.env_server import Action, Environment, Observation, State, create_app
+
+
+class Say(Action):
+    text: str
+
+
+class Heard(Observation):
+    said: str
+
+
+class Echo(Environment):
+    SUPPORTS_CONCURRENT_SESSIONS = True
+
+    def __init__(self):
+        super().__init__()
+        self.turns, self.begun = 0, 0
+
+    def reset(self, seed=None, episode_id=None, **kwargs):
+        self.turns, self.begun = 0, seed
+        return Heard(said=f"seed {seed}", done=False, reward=None)
+
+    def step(self, action, timeout_s=None, **kwargs):
+        self.turns += 1
+        return Heard(said=f"{self.turns}: {action.text}", done=self.turns == 2, reward=0.5 * self.turns)
+
+    @property
+    def state(self):
+        return State(step_count=self.turns)
+
+
+import uvicorn
+uvicorn.run(create_app(Echo, Say, Heard, env_name="echo", max_concurrent_envs=4), host="127.0.0.1", port=@PORT@)
+"""
+
+
+def test_openenv(tmp_path: Path) -> None:
+    with served(tmp_path / "server.py", OPENENV) as url:
+        environment = OpenEnvEnvironment(url=url, call_seconds=60)
+        said = replayed(environment, "one", "two")
+        assert said[0].startswith("seed ")
+        assert said[1:] == ["1: one", "2: two", "done: 1.0"]
+        assert played(environment, number=1) != said[:1]
+        with pytest.raises(RecipeError, match=r"no observation_key 'x'; there is: .*said"):
+            played(OpenEnvEnvironment(url=url, observation_key="x", call_seconds=60))

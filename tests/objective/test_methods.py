@@ -1,0 +1,403 @@
+"""The objective of every method as a few lines of fp64, on the same tokens: the loss and its gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from opd.divergences.compute import gathered_loss, likeliest_events
+from opd.divergences.projection import Projection, merge_events
+from opd.models.language_model import LanguageModel, Pack
+from opd.objective.gates import keyed_uniforms
+from opd.objective.term import candidate_losses
+from opd.recipe import load_recipe
+from opd.records import Rollout
+from tests.support.helpers import tiny_module, tiny_tokenizer
+from tests.support.rollouts import STOPS, sampled_by, some_rollouts
+from tests.support.steps import gradients
+
+REWARDS = {"r0": 1.0, "r1": 0.0, "r2": 0.0, "r3": 0.0, "r4": 1.0, "r5": 0.0, "r6": 1.0}
+
+
+@dataclass(eq=False)
+class Answer:
+    """One rollout: logits of both sides (T, V), of which the student's have gradients."""
+
+    rollout: Rollout
+    student: Tensor
+    teacher: Tensor
+    outcome: float = 0.0  # GRPO's advantage, divided by the group's standard deviation
+    centred: float = 0.0  # the reward minus the group's mean
+
+    @cached_property
+    def log_s(self) -> Tensor:
+        return self.student.log_softmax(-1)
+
+    @cached_property
+    def log_t(self) -> Tensor:
+        return self.teacher.log_softmax(-1)
+
+    @property
+    def y(self) -> Tensor:
+        return torch.from_numpy(self.rollout.response_ids.astype(np.int64))
+
+    def at(self, logprobs: Tensor) -> Tensor:
+        return logprobs.gather(-1, self.y[:, None])[:, 0]
+
+    @property
+    def s(self) -> Tensor:
+        return self.at(self.log_s)
+
+    @property
+    def t(self) -> Tensor:
+        return self.at(self.log_t)
+
+    @property
+    def b(self) -> Tensor:
+        return torch.from_numpy(self.rollout.logprob.astype(np.float64))
+
+    @property
+    def forward_kl(self) -> Tensor:
+        return (self.log_t.exp() * (self.log_t - self.log_s)).sum(-1)
+
+    @property
+    def reverse_kl(self) -> Tensor:
+        return (self.log_s.exp() * (self.log_s - self.log_t)).sum(-1)
+
+    @property
+    def teacher_entropy(self) -> Tensor:
+        return -(self.log_t.exp() * self.log_t).sum(-1)
+
+    def draws(self, name: str) -> Tensor:
+        return torch.from_numpy(keyed_uniforms(f"0/{name}/{self.rollout.id}", self.rollout.response_ids.size))
+
+    @property
+    def accepted(self) -> Tensor:
+        return (self.draws("accept") < (self.t - self.b).exp()).double()
+
+
+Answers = list[Answer]
+
+
+def ppo(log_ratio: Tensor, advantage: Tensor | float, low: float, high: float, dual: float | None = None) -> Tensor:
+    ratio, advantage = log_ratio.exp(), torch.as_tensor(advantage, dtype=torch.float64)
+    losses = torch.maximum(-ratio * advantage, -ratio.clamp(1 - low, 1 + high) * advantage)
+    return losses if dual is None else torch.where(advantage < 0, torch.minimum(losses, -dual * advantage), losses)
+
+
+def mean(
+    answers: Answers, losses: Callable[[Answer], Tensor], weigh: Callable[[Answer], Tensor] | None = None
+) -> Tensor:
+    """Over the tokens with a weight, or over all if the weights are given with the losses."""
+    total = torch.cat([losses(item) * (1.0 if weigh is None else weigh(item)) for item in answers]).sum()
+    counts = [item.y.numel() if weigh is None else int((weigh(item) != 0).sum()) for item in answers]
+    return total / max(sum(counts), 1)
+
+
+def right(item: Answer) -> Tensor:
+    return torch.full_like(item.b, REWARDS[item.rollout.id])
+
+
+def wrong(item: Answer) -> Tensor:
+    return 1 - right(item)
+
+
+def eopd(answers: Answers) -> Tensor:
+    def forward(item: Answer) -> Tensor:
+        top = item.log_t.topk(16)
+        kept = top.values.log_softmax(-1)
+        found = (kept.exp() * (kept - item.log_s.gather(-1, top.indices))).sum(-1)
+        return found * (item.teacher_entropy > 0.8)
+
+    return mean(answers, lambda item: ppo(item.s - item.b, item.t - item.b, 0.2, 0.2) + forward(item))
+
+
+def revisiting(answers: Answers) -> Tensor:
+    def losses(item: Answer) -> Tensor:
+        found = []
+        for row, y in enumerate(item.y):
+            ids = sorted({*item.log_t[row].topk(32).indices.tolist(), int(y)})
+            log_s, log_t = item.log_s[row, ids].log_softmax(-1), item.log_t[row, ids].log_softmax(-1)
+            found.append((log_s.exp() * (log_s - log_t)).sum())
+        return torch.stack(found)
+
+    def unsure(item: Answer) -> Tensor:
+        entropy = -(item.log_s.exp() * item.log_s).sum(-1).detach()
+        open_ = torch.ones_like(entropy)
+        first = [n for n, y in enumerate(item.y) if y == 2][:1]
+        open_[first] = 0.0
+        count = round(0.2 * int(open_.sum()))
+        kept = torch.zeros_like(entropy)
+        kept[entropy.masked_fill(open_ == 0, -1).argsort(descending=True, stable=True)[:count]] = 1.0
+        return kept
+
+    return mean(answers, losses, unsure)
+
+
+def tropd(answers: Answers) -> Tensor:
+    def losses(item: Answer) -> Tensor:
+        top = item.log_t.topk(16)
+        forward = (top.values.exp() * (top.values - item.log_s.gather(-1, top.indices))).sum(-1)
+        return item.accepted * -(item.s - item.b).exp() * (item.t - item.b) + (1 - item.accepted) * forward
+
+    return mean(answers, losses)
+
+
+def several_draws(item: Answer) -> Tensor:
+    rate = torch.minimum(item.log_s.exp(), item.log_t.exp()).sum(-1).detach()
+    further = item.draws("more/accept") < 1 - (1 - rate) ** 4
+    return torch.where((item.accepted > 0) | further, 1.0, 0.01)
+
+
+def drift(item: Answer) -> Tensor:
+    gap = (item.t - item.b).abs()
+    return 1 + 0.5 * (1 - (gap.cumsum(0) - gap) / gap.sum())
+
+
+def top_d(answers: Answers) -> Tensor:
+    returns = {}
+    for item in answers:
+        r = (0.5 * (item.t - item.b).exp() + 0.5).log().detach()
+        later = [r[k + 1 :].mean() if k + 1 < r.numel() else torch.zeros(()) for k in range(r.numel())]
+        returns[item.rollout.id] = r + torch.stack(later).double()
+    for group in {item.rollout.group for item in answers}:
+        names = [item.rollout.id for item in answers if item.rollout.group == group]
+        every = torch.cat([returns[name] for name in names])
+        for name in names:
+            spread = every.std(correction=0) + 1e-8 * 2  # r of the recipe is half of this one
+            returns[name] = (returns[name] - every.mean()) / spread if every.numel() > 1 else torch.zeros(1)
+    return mean(answers, lambda item: ppo(item.s - item.b, returns[item.rollout.id], 0.2, 0.2))
+
+
+def rlad(answers: Answers) -> Tensor:
+    def losses(item: Answer) -> Tensor:
+        log_ratio = 0.5 * (item.s - item.b) + 0.5 * (item.s - item.t).clamp(-1, 1)
+        return ppo(log_ratio, item.outcome, 0.2, 0.28)
+
+    return mean(answers, losses)
+
+
+def kdrl_mask(answers: Answers) -> Tensor:
+    return mean(
+        answers,
+        lambda item: (
+            ppo(item.s - item.b, item.outcome, 0.2, 0.2)
+            + 0.2 * wrong(item) * ppo(item.s - item.b, item.t - item.b, 0.2, 0.2)
+        ),
+    )
+
+
+def srpo(answers: Answers) -> Tensor:
+    return mean(
+        answers,
+        lambda item: (
+            right(item) * ppo(item.s - item.b, item.outcome, 0.2, 0.2)
+            + wrong(item) * ppo(item.s - item.b, item.t - item.b, 0.2, 0.2)
+        ),
+    )
+
+
+def rethinking(answers: Answers) -> Tensor:
+    """With one update the ratios are 1: the loss is minus the sum of advantages, and only its gradient matters."""
+
+    def losses(item: Answer) -> Tensor:
+        top = item.log_s.detach().topk(16)
+        now, old, t = item.log_s.gather(-1, top.indices), top.values, item.log_t.gather(-1, top.indices)
+        return -((now - old).exp() * old.softmax(-1) * (t - old)).sum(-1)
+
+    return mean(answers, losses)
+
+
+def hpd(answers: Answers) -> Tensor:
+    def losses(item: Answer) -> Tensor:
+        s, t = item.log_s.detach(), item.log_t
+        found = []
+        for row, (y, u) in enumerate(zip(item.y.tolist(), item.draws("hpd"), strict=True)):
+            z = int((s[row].exp().cumsum(-1) <= u * s[row].exp().sum()).sum())
+            k = s[row].exp() * (t[row] - s[row])
+            a = k[y]
+            if k[y] > 0:
+                a = a + t[row, y].exp() * (2 if k[z] < 0 else 1)
+            other = k[z].clamp(max=0) if z != y else 0.0
+            found.append(-a * item.log_s[row, y] - other * item.log_s[row, z])
+        return torch.stack(found)
+
+    return mean(answers, losses)
+
+
+def ketchup(answers: Answers) -> Tensor:
+    returns = {}
+    for item in answers:
+        chosen, best, size = item.at(item.teacher), item.teacher.amax(-1), item.y.numel()
+        rewards = [chosen[start] - (best[start + 4] if start + 4 < size else 0.0) for start in range(0, size, 4)]
+        returns[item.rollout.id] = torch.stack([sum(rewards[t // 4 :], torch.zeros(())) for t in range(size)])
+    every = torch.cat(list(returns.values()))
+    scale = every.std(correction=0) + 1e-8
+    return mean(answers, lambda item: -(item.s - item.b).exp() * (returns[item.rollout.id] - every.mean()) / scale)
+
+
+def dr_grpo(answers: Answers) -> Tensor:
+    return sum((ppo(item.s - item.b, item.centred, 0.2, 0.2).sum() for item in answers), torch.zeros(())) / 4096
+
+
+def gspo(answers: Answers) -> Tensor:
+    """With one update the ratio to the policy before it is 1, and its gradient that of each token's own log-prob."""
+    means = [(-(item.s - item.s.detach()).exp() * item.outcome).mean() for item in answers]
+    return torch.stack(means).mean()
+
+
+def cispo(answers: Answers) -> Tensor:
+    return mean(answers, lambda item: -(item.s - item.b).exp().detach().clamp(0, 4) * item.outcome * item.s)
+
+
+def roc(answers: Answers) -> Tensor:
+    """Of the groups with contrast here both answers stay: at least two of each kind, and there is one."""
+    kept = {"r0", "r1", "r4", "r5"}
+    chosen = [item for item in answers if item.rollout.id in kept]
+    return mean(chosen, lambda item: ppo(item.s - item.b, item.outcome, 0.2, 0.28))
+
+
+def unlikely(answers: Answers) -> dict[str, Tensor]:
+    """The fifth of the tokens with the lowest log-prob."""
+    every = torch.cat([item.b for item in answers])
+    limit = every.sort().values[round(0.2 * every.numel()) - 1]
+    return {item.rollout.id: (item.b <= limit).double() for item in answers}
+
+
+def opsa(answers: Answers) -> Tensor:
+    open_ = unlikely(answers)
+    entropy = {item.rollout.id: -(item.log_s.exp() * item.log_s).sum(-1).detach() for item in answers}
+    trained = torch.cat([entropy[name][mask > 0] for name, mask in open_.items()])
+    low, width = trained.min(), trained.max() - trained.min()
+
+    def losses(item: Answer) -> Tensor:
+        advantage = -0.5 - (entropy[item.rollout.id] - low) / (2 * width)
+        return -(item.s - item.b).exp() * advantage
+
+    return mean(answers, losses, lambda item: open_[item.rollout.id])
+
+
+def fixed(answers: Answers) -> Tensor:
+    open_ = unlikely(answers)
+    return mean(answers, lambda item: 0.5 * (item.s - item.b).exp(), lambda item: open_[item.rollout.id])
+
+
+METHODS: dict[str, Callable[[Answers], Tensor]] = {
+    "eopd": eopd,
+    "revisiting": revisiting,
+    "osd": lambda answers: mean(answers, lambda item: item.forward_kl, lambda item: 1 - item.accepted),
+    "speckd": lambda answers: mean(answers, lambda item: item.forward_kl, lambda item: item.accepted),
+    "selectkd-draws": lambda answers: mean(answers, lambda item: item.reverse_kl, several_draws),
+    "trust": lambda answers: mean(answers, lambda item: item.reverse_kl * (-item.teacher_entropy).exp()),
+    "iw-opd": lambda answers: mean(answers, lambda item: drift(item) * ppo(item.s - item.b, item.t - item.b, 0.2, 0.2, 3.0)),
+    "tropd": tropd,
+    "top-d": top_d,
+    "rlad": rlad,
+    "kdrl-mask": kdrl_mask,
+    "srpo": srpo,
+    "rethinking-opd": rethinking,
+    "hpd": hpd,
+    "ketchup": ketchup,
+    "rstar2": roc,
+    "dr-grpo": dr_grpo,
+    "dapo": lambda answers: mean(answers, lambda item: ppo(item.s - item.b, item.outcome, 0.2, 0.28)),
+    "gspo": gspo,
+    "cispo": cispo,
+    "opsa": opsa,
+    "fixed-advantage": fixed,
+}  # fmt: skip
+
+
+def in_fp64(seed: int) -> LanguageModel:
+    return LanguageModel(tiny_module(seed=seed).double(), tiny_tokenizer(), "test/fp64")
+
+
+def logits(model: LanguageModel, item: Rollout) -> Tensor:
+    """(T, V) with all stop ids as one event."""
+    pack = Pack.of([item])
+    rows = model.project(model.hidden(pack.ids_T, pack.layout)[pack.predicting_N])
+    return merge_events(rows.logits(), (STOPS,))
+
+
+def scored(student: LanguageModel, teacher: LanguageModel, rollouts: list[Rollout]) -> Answers:
+    answers = [Answer(item, logits(student, item), logits(teacher, item).detach()) for item in rollouts]
+    for answer in answers:
+        group = np.array([REWARDS[item.id] for item in rollouts if item.group == answer.rollout.group])
+        answer.centred = REWARDS[answer.rollout.id] - float(group.mean())
+        answer.outcome = answer.centred / (group.std(ddof=1) + 1e-4 if group.size > 1 else 1.0)
+    return answers
+
+
+def stale(rollouts: list[Rollout]) -> list[Rollout]:
+    """As if sampled by a policy that has since moved, so that ratios are not 1."""
+    generator = np.random.default_rng(3)
+    return [
+        replace(item, logprob=(item.logprob + 0.3 * generator.normal(size=item.logprob.size)).astype(np.float32))
+        for item in rollouts
+    ]
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_the_loss_and_gradient_of_a_method(name: str) -> None:
+    student, teacher = in_fp64(0), in_fp64(1)
+    rollouts = stale(sampled_by(student, some_rollouts()))
+    stage = load_recipe(f"methods/{name}").stages[-1]
+    terms = [term.model_dump() for term in stage.objective]
+    loss, slopes, _ = gradients(student, {"t": teacher}, terms, rollouts, spec=stage.rollout, scores=REWARDS)
+    student.module.zero_grad()
+    wanted = METHODS[name](scored(student, teacher, rollouts))
+    wanted.backward()
+    assert loss == pytest.approx(wanted.item(), rel=1e-5, abs=1e-7)
+    scale = max(float(value.abs().max()) for value in slopes.values())
+    assert scale > 0
+    for key, parameter in student.module.named_parameters():
+        assert parameter.grad is not None
+        torch.testing.assert_close(slopes[key], parameter.grad, rtol=0, atol=1e-5 * scale)
+
+
+def test_candidates_are_clipped_one_by_one() -> None:
+    generator = torch.Generator().manual_seed(0)
+    old, now, teacher = (torch.randn(5, 4, generator=generator, dtype=torch.float64).log_softmax(-1) for _ in range(3))
+    found = candidate_losses(now, old, teacher, "student", 0.2, 0.2)
+    for row in range(5):
+        weights = old[row].exp() / old[row].exp().sum()
+        total = 0.0
+        for v in range(4):
+            advantage, ratio = float(weights[v] * (teacher[row, v] - old[row, v])), float((now - old)[row, v].exp())
+            total += max(-ratio * advantage, -min(max(ratio, 0.8), 1.2) * advantage)
+        assert float(found[row]) == pytest.approx(total)
+
+
+@pytest.mark.filterwarnings("ignore:heads of different sizes")
+@pytest.mark.parametrize("weigh", ["student", "teacher", "none"])
+def test_candidates_that_the_teacher_does_not_have_teach_nothing(weigh: str) -> None:
+    """The student's last two ids are above the teacher's vocabulary."""
+    generator = torch.Generator().manual_seed(0)
+    hidden, head, theirs = (
+        torch.randn(rows, 4, dtype=torch.float64, generator=generator) for rows in (6, 10, 8)
+    )  # fmt: skip
+    hidden.requires_grad_(True)
+    student, teacher = Projection(hidden, head), Projection(hidden.detach(), theirs)
+    ids, old = likeliest_events(student.detach(), 10)
+
+    def losses(log_s: Tensor, log_t: Tensor, part: slice) -> Tensor:
+        return candidate_losses(log_s, old[part], log_t, weigh, 0.2, 0.2)
+
+    gathered_loss(student, teacher, ids, torch.ones(6), losses).backward()
+    log_s, log_t = ((hidden @ side.T)[:, :8].log_softmax(-1) for side in (head, theirs))
+    order = ids[ids < 8].reshape(6, 8)
+    log_s, log_t = log_s.gather(-1, order), log_t.gather(-1, order).detach()
+    before = old[ids < 8].reshape(6, 8)
+    shares = {"student": old.softmax(-1)[ids < 8].reshape(6, 8), "teacher": log_t.exp(), "none": torch.ones(())}
+    advantage = shares[weigh] * (log_t - before)
+    ratio = (log_s - before).exp()
+    wanted = torch.maximum(-ratio * advantage, -ratio.clamp(0.8, 1.2) * advantage).sum()
+    (expected,) = torch.autograd.grad(wanted, hidden)
+    assert hidden.grad is not None
+    torch.testing.assert_close(hidden.grad, expected)

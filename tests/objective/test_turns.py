@@ -1,0 +1,112 @@
+"""Credit by turn: rewards and advantages of turns, for rollouts in environments."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import opd
+from opd.common.errors import RecipeError
+from opd.objective.advantages import turn_advantages
+from opd.objective.batch import Batch, own_turns, rewards_by_turn
+from opd.recipe import load_recipe
+from opd.records import Author, Rollout
+
+S, E = int(Author.STUDENT), int(Author.ENV)
+
+
+def rollout(authors: list[int], name: str = "r") -> Rollout:
+    size = len(authors)
+    nan = np.full(size, np.nan, np.float32)
+    ids = np.zeros(size, np.int32)
+    return Rollout(
+        name, "p", 0, 0, "d", "student", ids[:1], ids, np.array(authors, np.uint8), nan, nan, nan, ids, "env", "g"
+    )
+
+
+@given(st.lists(st.sampled_from([S, E]), max_size=12))
+def test_turns_are_the_runs_between_the_environments_tokens(authors: list[int]) -> None:
+    marked = np.zeros(len(authors), int)
+    found = own_turns(rollout(authors))
+    for first, end in found:
+        marked[first:end] += 1
+        assert end > first or E not in authors
+    assert marked.tolist() == [int(author == S) for author in authors]
+    runs = "".join("s" if author == S else " " for author in authors).split()
+    assert len(found) == (len(runs) if E in authors else 1)
+
+
+reward_lists = st.lists(st.lists(st.floats(-2, 2), min_size=1, max_size=5), min_size=1, max_size=5)
+
+
+@given(reward_lists, st.floats(0, 1), st.sampled_from(["turn", "group", "none"]))
+@settings(deadline=None)
+def test_turn_advantages_against_the_definition(rewards: list[list[float]], discount: float, baseline: str) -> None:
+    found = turn_advantages([np.array(values) for values in rewards], ["g"] * len(rewards), discount, baseline)
+    sums = [
+        [sum(discount ** (j - k) * values[j] for j in range(k, len(values))) for k in range(len(values))]
+        for values in rewards
+    ]
+    for number, values in enumerate(sums):
+        for turn, value in enumerate(values):
+            same = [other[turn] for other in sums if len(other) > turn]
+            every = [one for other in sums for one in other]
+            base = {"turn": np.mean(same), "group": np.mean(every), "none": 0.0}[baseline]
+            assert found[number][turn] == pytest.approx(value - base, abs=1e-9)
+
+
+def test_groups_are_apart_and_missing_rewards_have_no_advantage() -> None:
+    found = turn_advantages([np.array([1.0]), np.array([3.0]), None], ["a", "b", "b"], 1.0)
+    assert [values.tolist() for values in found] == [[0.0], [0.0], []]
+
+
+def test_the_outcome_belongs_to_the_last_turn() -> None:
+    played = rollout([S, S, E, S, E, S])
+    assert rewards_by_turn(Batch([played], rewards={"r": 1.0}), played).tolist() == [0.0, 0.0, 1.0]  # type: ignore[union-attr]
+    by_turn = Batch([played], rewards={"r": 0.75}, turn_rewards={"r": [0.5, None, 0.25]})
+    assert rewards_by_turn(by_turn, played).tolist() == [0.5, 0.0, 0.25]  # type: ignore[union-attr]
+    assert rewards_by_turn(Batch([played], rewards={"r": None}), played) is None
+
+
+RECIPE: dict[str, Any] = {
+    "student": "tiny/generalist",
+    "teachers": {"arithmetic": "tiny/arithmetic"},
+    "prompts": [{"source": "task:dialogue"}],
+    "rollout": {"prompts": 2, "samples": 2, "max_new_tokens": 64, "environment": {"kind": "dialogue", "turn_tokens": 6}},
+    "objective": [
+        {"divergence": "reverse_kl", "gate": "turns"},
+        {"form": "policy_gradient", "advantage": {"teacher_weight": 0, "also": [{"kind": "turns", "turn_discount": 0.9}]}},
+    ],
+    "train": {"steps": 2, "lr": 1e-3},
+    "eval": {"prompts": 0},
+    "log": {"start_table": False},
+    "device": "cpu",
+}  # fmt: skip
+
+
+def test_a_run_with_credit_by_turn(tmp_path: Path) -> None:
+    run = opd.run(RECIPE, out=tmp_path / "run")
+    for line in run.metrics:
+        assert line["env/turns"] == 3.0
+        assert line["env/malformed"] == line["env/lost"] == 0.0
+        assert {"kl_turn/1", "kl_turn/3", "kl_turns", "reward_turn/1", "reward_turn/3"} <= line.keys()
+        assert np.isfinite(line["loss"])
+    (sample, *_) = [json.loads(line) for line in (run.directory / "samples.jsonl").read_text().splitlines()]
+    assert [turn.partition(":")[0] for turn in sample["response"].splitlines()] == ["student", "environment"] * 2 + [
+        "student"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [(["rollout.environment=null"], "one turn"), (["rollout.samples=1"], "advantage 0")],
+)
+def test_rewards_by_turn_need_turns_and_a_group(changes: list[str], words: str) -> None:
+    with pytest.raises(RecipeError, match=words):
+        load_recipe(RECIPE, changes)
