@@ -124,6 +124,9 @@ class Finished(NamedTuple):
     stop: StopReason
 
 
+TURN_OF = "turn_of"  # in the extras of a rollout that is one turn of an episode: the episode's id
+
+
 @dataclass(frozen=True, eq=False, repr=False)
 class Rollout:
     """A trajectory with everything known about each token. Ids are exact, never re-tokenised text."""
@@ -159,6 +162,11 @@ class Rollout:
     def unit(self) -> str:
         """What stays together when a batch is divided: the pair, or else the group."""
         return self.pair or self.group
+
+    @property
+    def episode(self) -> str:
+        """Id of the whole answer: its own, or that of the episode that it is a turn of (`history: split`)."""
+        return str(self.extras.get(TURN_OF, self.id))
 
 
 @dataclass(frozen=True)

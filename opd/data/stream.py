@@ -478,7 +478,7 @@ class PassRate(Curriculum):
         self, rollouts: Sequence[Rollout], rewards: Mapping[str, float | None], kl: Mapping[str, float]
     ) -> dict[str, float]:
         right: dict[str, list[bool]] = {}
-        for rollout in rollouts:
+        for rollout in {rollout.episode: rollout for rollout in rollouts}.values():
             reward = rewards.get(rollout.id)
             if reward is not None and (rollout.author == Author.STUDENT).any():
                 right.setdefault(rollout.prompt_id, []).append(reward >= 1)

@@ -32,7 +32,7 @@ from opd.models.optimisers import OptimisedWeights
 from opd.models.sharded import SHARD, gather_full, shard_of
 from opd.objective.batch import Batch, RewardsById
 from opd.objective.objective import Objective
-from opd.objective.term import module_mistakes, objective_mistakes
+from opd.objective.term import module_mistakes, objective_mistakes, vocabulary_mistakes
 from opd.recipe import Rollouts, Train
 from opd.recipe.stage import WEIGHTS
 from opd.records import Rollout, Signal, SignalKind
@@ -118,6 +118,7 @@ class Trainer:
             found.append(objective_mistakes(view))
         mistakes = [mistake for mistake in found[0] if all(mistake in some for some in found[1:])]
         mistakes += module_mistakes(self.objective.terms, self._kinds)
+        mistakes += vocabulary_mistakes(self.objective.terms, self.student.size)
         if mistakes:
             raise RecipeError("\n".join(mistakes))
 

@@ -298,6 +298,7 @@ class Spaces(Module):
         super().__init__(name, maps)
         self.attends = "query" in maps
         self._teacher, self._device = teacher, device
+        self._inverse: tuple[int, Tensor] | None = None  # of the teacher's head, and which version of the teacher
 
     def to_student(self, states: Tensor) -> Tensor:
         """(…, D) -> (…, d)."""
@@ -329,9 +330,14 @@ class Spaces(Module):
             ids = [torch.from_numpy(side.astype("int64")).to(head.device) for side in self._teacher.matched]
             ours, theirs = head[ids[0]], theirs[ids[1]]
         wide = torch.float64 if head.dtype == torch.float64 else torch.float32
-        start, end = (theirs, ours) if to_teacher else (ours, theirs)
-        solved: Tensor = torch.linalg.pinv(start.detach().to(wide)) @ end.detach().to(wide)
-        return solved
+        if not to_teacher:
+            to_student: Tensor = torch.linalg.pinv(ours.detach().to(wide)) @ theirs.detach().to(wide)
+            return to_student
+        version = self._teacher.version
+        if self._inverse is None or self._inverse[0] != version:  # the teacher's head changes only if it is a copy
+            self._inverse = version, torch.linalg.pinv(theirs.detach().to(wide))
+        found: Tensor = self._inverse[1] @ ours.detach().to(wide)
+        return found
 
 
 # --- Models that score whole answers: discriminators (GAD) and reward models (RLHF) ---

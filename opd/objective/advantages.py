@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
@@ -27,7 +28,15 @@ from pydantic_core import CoreSchema
 
 from opd import registry
 from opd.common.short_forms import SHORT_FORMS
-from opd.objective.batch import Batch, ByRollout, over_spans, own_turns, require_per_token, rewards_by_turn
+from opd.objective.batch import (
+    Batch,
+    ByRollout,
+    episode_rewards,
+    over_spans,
+    own_turns,
+    require_per_token,
+    rewards_by_turn,
+)
 from opd.objective.gates import shuffled_order
 from opd.objective.term import group_authors, group_samples
 from opd.records import Author, Rollout
@@ -224,16 +233,21 @@ class OutcomeAdvantage(AdvantagePart):
         """Rollout id -> outcome advantage; 0 if there is no reward."""
         rollouts, batch, left_out = tokens.rollouts, tokens.batch, self.leaves_out(tokens.batch)
         rewards: list[float | None] = []
-        for rollout in rollouts:  # others' answers are in the baseline only if it is of all
+        answers = [rollout.episode for rollout in rollouts]
+        sizes = Counter[str]()  # tokens of whole answers
+        for rollout, answer in zip(rollouts, answers, strict=True):
+            sizes[answer] += rollout.response_ids.size
+        for rollout, answer in zip(
+            rollouts, answers, strict=True
+        ):  # others' answers are in the baseline only if it is of all
             eligible = self.baseline_of == "all" or bool(tokens.prepared.eligible[rollout.id].any())
             counts = eligible and rollout.id not in left_out
             reward = self.worth(batch, rollout) if counts else None
             if reward is not None and self.overlong == "penalise":
-                reward += overlong_penalty(
-                    rollout.response_ids.size, tokens.prepared.max_new_tokens, self.overlong_buffer
-                )
+                reward += overlong_penalty(sizes[answer], tokens.prepared.max_new_tokens, self.overlong_buffer)
             rewards.append(reward)
-        values = outcome_advantages(rewards, [rollout.group for rollout in rollouts], self.baseline, self.std)
+        groups = [rollout.group for rollout in rollouts]
+        values = outcome_advantages(rewards, groups, self.baseline, self.std, answers)
         return {rollout.id: float(np.nan_to_num(value)) for rollout, value in zip(rollouts, values, strict=True)}
 
     def values(self, tokens: SampledTokens, prepared: dict[str, float]) -> list[np.ndarray]:
@@ -668,7 +682,7 @@ class AnchorRank(OutcomeAdvantage):
         """Like an outcome advantage, with ranks in place of rewards."""
         batch = tokens.batch
         anchors: dict[str, list[float]] = {}
-        for rollout in batch.rollouts:
+        for rollout in {rollout.episode: rollout for rollout in batch.rollouts}.values():
             reward = batch.rewards.get(rollout.id)
             if reward is not None and (rollout.author == Author.TEACHER).any():
                 anchors.setdefault(rollout.group, []).append(reward)
@@ -777,10 +791,25 @@ class TurnAdvantage(AdvantagePart):
 
     def prepare(self, tokens: SampledTokens) -> dict[str, np.ndarray]:
         """Rollout id -> (turns,) advantage of each turn; 0 without a reward."""
-        rewards = [rewards_by_turn(tokens.batch, rollout) for rollout in tokens.rollouts]
-        groups = [rollout.group for rollout in tokens.rollouts]
+        episodes: dict[str, list[Rollout]] = {}  # with history split, each turn is a rollout of its own
+        for rollout in tokens.rollouts:
+            episodes.setdefault(rollout.episode, []).append(rollout)
+        rewards = [self._rewards(tokens.batch, name, turns) for name, turns in episodes.items()]
+        groups = [turns[0].group for turns in episodes.values()]
         found = turn_advantages(rewards, groups, self.turn_discount, self.turn_baseline)
-        return {rollout.id: values for rollout, values in zip(tokens.rollouts, found, strict=True)}
+        by_rollout: dict[str, np.ndarray] = {}
+        for (name, turns), values in zip(episodes.items(), found, strict=True):
+            if turns[0].id == name:
+                by_rollout[name] = values
+            else:
+                by_rollout |= {rollout.id: values[turn : turn + 1] for turn, rollout in enumerate(turns)}
+        return by_rollout
+
+    @staticmethod
+    def _rewards(batch: Batch, name: str, turns: Sequence[Rollout]) -> np.ndarray | None:
+        if turns[0].id == name:
+            return rewards_by_turn(batch, turns[0])
+        return episode_rewards(batch, batch.rewards.get(turns[0].id), name, len(turns))
 
     def values(self, tokens: SampledTokens, prepared: dict[str, np.ndarray]) -> list[np.ndarray]:
         found = []
@@ -825,7 +854,11 @@ STD_FLOOR = 1e-4  # added to a group's standard deviation, as in GRPO implementa
 
 
 def outcome_advantages(
-    rewards: Sequence[float | None], groups: Sequence[str], baseline: Baseline = "group", std: bool = False
+    rewards: Sequence[float | None],
+    groups: Sequence[str],
+    baseline: Baseline = "group",
+    std: bool = False,
+    answers: Sequence[str] | None = None,
 ) -> np.ndarray:
     """(B,) reward minus baseline; NaN for a missing reward, which is left out of the baseline.
 
@@ -834,10 +867,15 @@ def outcome_advantages(
     batch           minus the mean of the batch: the plain baseline for one sample per prompt
     none            the reward itself
 
+    `answers`: the answer that each reward is of, if some are of turns of the same answer. Means are over answers, however many turns
+    each has.
+
     >>> outcome_advantages([1, 0, 0, 0], ["a"] * 4).tolist()
     [0.75, -0.25, -0.25, -0.25]
     >>> outcome_advantages([1.0, 0.0, None], ["a"] * 3, "leave_one_out").tolist()
     [1.0, -1.0, nan]
+    >>> outcome_advantages([1.0, 1.0, 1.0, 0.0], ["a"] * 4, answers=["x", "x", "x", "y"]).tolist()
+    [0.5, 0.5, 0.5, -0.5]
     """
     reward_B = np.array([np.nan if reward is None else reward for reward in rewards], dtype=np.float64)
     known = ~np.isnan(reward_B)
@@ -846,14 +884,20 @@ def outcome_advantages(
     for number in np.unique(unit[known]):
         members = known & (unit == number)
         values = reward_B[members]
+        whole, of_turn = values, np.arange(values.size)
+        if answers is not None:
+            of_turn = np.unique(np.asarray(answers)[members], return_inverse=True)[1]
+            if of_turn.max() + 1 < values.size:
+                whole = np.bincount(of_turn, weights=values) / np.bincount(of_turn)
         if baseline == "none":
             centred = values
         elif baseline == "leave_one_out":  # a sample alone in its group has no baseline
-            centred = (values - values.mean()) * (values.size / (values.size - 1)) if values.size > 1 else 0 * values
+            own = (whole - whole.mean()) * (whole.size / (whole.size - 1)) if whole.size > 1 else 0 * whole
+            centred = own if whole is values else own[of_turn] + values - whole[of_turn]
         else:
-            centred = values - values.mean()
+            centred = values - whole.mean()
         if std:
-            centred = centred / ((values.std(ddof=1) if values.size > 1 else 0.0) + STD_FLOOR)
+            centred = centred / ((whole.std(ddof=1) if whole.size > 1 else 0.0) + STD_FLOOR)
         advantages[members] = centred
     return advantages
 

@@ -100,11 +100,15 @@ def rewards_by_turn(batch: Batch, rollout: Rollout) -> np.ndarray | None:
 
     None: the rollout has no reward.
     """
-    reward, turns = batch.rewards.get(rollout.id), len(own_turns(rollout))
+    return episode_rewards(batch, batch.rewards.get(rollout.id), rollout.id, len(own_turns(rollout)))
+
+
+def episode_rewards(batch: Batch, reward: float | None, name: str, turns: int) -> np.ndarray | None:
+    """The same for an episode of so many turns, which may be rollouts of their own. `reward`: of the whole."""
     if reward is None:
         return None
     found = np.zeros(turns)
-    given = [value or 0.0 for value in batch.turn_rewards.get(rollout.id, ())][:turns]
+    given = [value or 0.0 for value in batch.turn_rewards.get(name, ())][:turns]
     found[: len(given)] = given
     found[-1] += reward - found.sum()
     return found

@@ -77,6 +77,10 @@ class Gate(Choice):
     def factors(self, view: GateView) -> Arrays:
         raise NotImplementedError
 
+    def check_vocabulary(self, size: int) -> Iterable[str]:
+        """Every mistake in its settings, given the number of the student's ids."""
+        return ()
+
     def check(self, view: StageView) -> Iterable[str]:
         if self.compares_samples and view.rollout.samples == 1:
             yield f"gate {self.name} compares the samples of a prompt, but rollout.samples is 1. Set it to 2 or more."
@@ -359,6 +363,14 @@ class Tokens(Gate):
         "all", description="of tokens: every occurrence in an answer, or the first of each id"
     )
     keep: bool = Field(False, description="of tokens: keep these and close the others")
+
+    def check_vocabulary(self, size: int) -> Iterable[str]:
+        unknown = [token for token in self.ids if token >= size]
+        if unknown:
+            yield (
+                f"gate tokens names id {unknown[0]}, and the student's vocabulary has {size} ids, 0 to {size - 1}. Use ids of the "
+                "student's own tokenizer."
+            )
 
     def factors(self, view: GateView) -> Arrays:
         return [self._factors(rollout.response_ids) for rollout in view.rollouts]
@@ -682,7 +694,7 @@ class RewardGate(Gate):
         return np.array([np.nan if reward is None else float(reward >= self.threshold) for reward in view.rewards])
 
     def pass_rates(self, view: GateView) -> np.ndarray:
-        return pass_rates(view.rewards, view.groups, self.threshold)
+        return pass_rates(view.rewards, view.groups, self.threshold, [rollout.episode for rollout in view.rollouts])
 
     def _where(self, wanted: np.ndarray, rates: np.ndarray, view: GateView) -> Arrays:
         return view.spread(np.where(np.isnan(rates), np.nan, wanted.astype(np.float64)))
@@ -743,17 +755,25 @@ class Paced(RewardGate):
         return view.spread(rates**self.a * (1 - rates) ** self.b)
 
 
-def pass_rates(scores: Sequence[float | None], groups: Sequence[str], threshold: float) -> np.ndarray:
+def pass_rates(
+    scores: Sequence[float | None], groups: Sequence[str], threshold: float, answers: Sequence[str] | None = None
+) -> np.ndarray:
     """(B,) pass rate of each rollout's group, among rollouts with a reward; NaN if there are none.
+
+    `answers`: the answer that each rollout is a turn of, if some are of the same answer, which counts once.
 
     >>> pass_rates([1.0, 0.0, None, 0.0], ["a", "a", "a", "b"], 0.5).tolist()
     [0.5, 0.5, 0.5, 0.0]
     """
     passed = np.array([np.nan if score is None else float(score >= threshold) for score in scores])
     rates = np.full(passed.size, np.nan)
+    first = np.ones(passed.size, dtype=bool)
+    if answers is not None:
+        first[:] = False
+        first[np.unique(answers, return_index=True)[1]] = True
     for number in np.unique(groups):
         members = np.asarray(groups) == number
-        known = passed[members & ~np.isnan(passed)]
+        known = passed[members & first & ~np.isnan(passed)]
         if known.size:
             rates[members] = known.mean()
     return rates

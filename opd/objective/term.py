@@ -419,6 +419,11 @@ def objective_mistakes(view: StageView) -> list[str]:
     return [f"{place}: {text}" for place, term in zip(where, view.terms, strict=True) for text in term.check(view)]
 
 
+def vocabulary_mistakes(terms: Sequence[Term], size: int) -> list[str]:
+    """Mistakes that show once the number of the student's ids is known."""
+    return [f"objective: {text}" for term in terms for gate in term.gate for text in gate.check_vocabulary(size)]
+
+
 def module_mistakes(terms: Sequence[Term], modules: Mapping[str, ModuleKind]) -> list[str]:
     """Messages about modules that a term names but that do not exist or do something else, and about modules that do nothing."""
     heads = dict.fromkeys(name for term in terms for name in term.modules())

@@ -198,6 +198,11 @@ class LengthSchedule(Choice):
         most, outcome = view.rollout.max_new_tokens, registry.find("advantage", "outcome")
         if self.start >= most:
             yield f"start {self.start} must be less than rollout.max_new_tokens {most}, up to which the limit grows. Lower it."
+        if any(environment is not None for environment in view.environments):
+            yield (
+                "a limit that grows counts the tokens of all turns, so that early episodes would end in the middle of a turn. Set "
+                "curriculum: forward on the environment, which lets the number of turns grow, or drop length_schedule."
+            )
         parts = [part for term in view.terms for part in term.advantages]
         cut = [part.overlong for part in parts if isinstance(part, outcome) and part.overlong != "keep"]  # type: ignore[attr-defined]
         if cut:

@@ -38,8 +38,8 @@ from opd.models import load_config, load_tokenizer, parameter_shapes
 from opd.models.files import reading_model
 from opd.models.language_model import context_of
 from opd.models.load import empty_model, locate, untrained_notes
-from opd.models.tokenizers import require_same
-from opd.objective.term import scored_domains
+from opd.models.tokenizers import require_same, vocabulary_size
+from opd.objective.term import scored_domains, vocabulary_mistakes
 from opd.recipe import Stage
 from opd.recipe.stage import WEIGHTS
 from opd.records import Prompt
@@ -102,6 +102,7 @@ def check_stage(
     for ref in dict.fromkeys(ref for kind in spec.teachers.values() if not kind.view.crosses for ref in kind.reads()):
         require_same(tokenizer, tokenizers[names[ref]], own.model, ref.model)
     _require_tokenizers_of_modules(spec, tokenizer, resolve_model, revision_of)
+    _require_known_ids(spec, tokenizer, config)
     if not any(found.eos_token_id is not None for found in (*configs.values(), *tokenizers.values())):
         _require_stop_id(spec, names.values())
     outlooks = _require_teachers(spec, tokenizer)
@@ -299,6 +300,15 @@ def _require_tokenizers_of_modules(
     for model, revision in (ref for module in spec.modules.values() for ref in module.reads(*start)):
         read = load_tokenizer(resolve_model(model), revision_of(model, revision))
         require_same(tokenizer, read, spec.student.model, model)
+
+
+def _require_known_ids(spec: Stage, tokenizer: Any, config: Any) -> None:
+    """Ids that the objective names exist. Stop ids may be beyond those of the tokenizer."""
+    stops = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
+    known = [stop for stop in stops if stop is not None]
+    mistakes = vocabulary_mistakes(spec.objective, vocabulary_size(tokenizer, known, MANY))
+    if mistakes:
+        raise RecipeError("\n".join(mistakes))
 
 
 def _require_devices(spec: Stage, device: torch.device) -> None:

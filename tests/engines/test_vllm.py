@@ -659,7 +659,9 @@ def test_shared_weights_reach_an_engine_and_stale_ones_are_detected(servers: lis
     engine._weights.memory.settle = settle  # type: ignore[method-assign]
     engine.load(student.weights(2))
     memory = {**engine._weights.memory.handle, "process": 1}
-    with pytest.raises(RemoteError, match="400: ValueError: the weights that process 1 shares cannot be opened from here"):
+    with pytest.raises(
+        RemoteError, match="400: ValueError: the weights that process 1 shares cannot be opened from here"
+    ):
         engine.replicas[0].ask("POST", "/weights", {"version": 3, "memory": memory, "tensors": []})
     engine.close()
 

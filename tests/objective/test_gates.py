@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import opd
+from opd.common.errors import RecipeError
 from opd.divergences import Projection
 from opd.divergences.projection import log_probs
 from opd.models.language_model import Pack
@@ -272,6 +275,40 @@ def test_tokens_by_id(settings: dict[str, Any], wanted: list[int]) -> None:
     item = rollout("a", [1], [5, 7, 6, 7, 8, 5])
     found = plan({"form": "cross_entropy", "on": ["student"], "gate": {"kind": "tokens", "ids": [7, 8], **settings}}, Batch([item]))  # fmt: skip
     assert found.factor["a"].tolist() == wanted
+
+
+def test_token_ids_beyond_the_vocabulary_are_rejected_before_anything_is_loaded(tmp_path: Path) -> None:
+    recipe = {
+        "student": "tiny/generalist", "teachers": {"arithmetic": "tiny/arithmetic"}, "device": "cpu",
+        "prompts": [{"source": "task:addition", "domain": "arithmetic"}],
+        "objective": {"gate": {"kind": "tokens", "ids": [3, 99]}},
+    }  # fmt: skip
+    message = r"objective: gate tokens names id 99, and the student's vocabulary has 99 ids, 0 to 98"
+    with pytest.raises(RecipeError, match=message):
+        opd.run(recipe, out=tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+    student = tiny_model()
+    judge = LocalTeacher("judge", "teacher", tiny_model(), 64, STOPS)
+    with pytest.raises(RecipeError, match="gate tokens names id 99"):
+        opd.Trainer(student, opd.Objective(recipe["objective"], judge))  # type: ignore[arg-type]
+    opd.Trainer(student, opd.Objective({"gate": {"kind": "tokens", "ids": [student.size - 1]}}, judge))
+
+
+def test_turns_of_one_answer_count_once() -> None:
+    """Three turns of a right answer and one wrong answer: half of the answers are right."""
+    turns = [replace(rollout(f"a/turn{n}", [1], [5] * LENGTH, group="g"), extras={"turn_of": "a"}) for n in range(3)]
+    items = [*turns, rollout("b", [1], [5] * LENGTH, group="g")]
+    batch = Batch(items, {}, {item.id: float(item.id != "b") for item in items})
+    found = plan({"form": "cross_entropy", "on": ["student"], "gate": "paced"}, batch)
+    assert {name: values[0] for name, values in found.factor.items()} == dict.fromkeys(batch.rewards, 0.25)
+    for baseline in ("group", "batch", "leave_one_out"):
+        term = {
+            "form": "policy_gradient",
+            "advantage": {"teacher_weight": 0, "outcome_weight": 1, "baseline": baseline},
+        }
+        values = advantages(plan(term, batch), items)
+        size = 1.0 if baseline == "leave_one_out" else 0.5
+        assert [values[item.id][0] for item in items] == [size, size, size, -size]
 
 
 def test_the_shortest_and_longest_answers_are_closed() -> None:

@@ -213,6 +213,27 @@ def test_maps_between_heads_keep_what_both_can_say() -> None:
     torch.testing.assert_close(spaces.to_teacher(states, student.head.weight), states @ rotation)  # type: ignore[attr-defined]
 
 
+def test_the_teachers_head_is_inverted_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls, solve = [0], torch.linalg.pinv
+
+    def counted(matrix: Tensor) -> Tensor:
+        calls[0] += 1
+        found: Tensor = solve(matrix)
+        return found
+
+    monkeypatch.setattr(torch.linalg, "pinv", counted)
+    through_the_objective(*CASES["from the heads"], budget=16)  # several micro-batches
+    assert calls == [2]  # the map to the student at the start, and the teacher's
+    student, teacher = models()
+    judge, spaces = opened(student, teacher, False, {"align": "tokens", "start": "heads"})
+    states, head = torch.randn(5, WIDTHS["student"], dtype=torch.float64), student.head.weight
+    before = spaces.to_teacher(states, head)  # type: ignore[attr-defined]
+    with torch.no_grad():
+        teacher.head.weight.mul_(2)
+    judge.version += 1  # a teacher that follows the student
+    torch.testing.assert_close(spaces.to_teacher(states, head), before / 2)  # type: ignore[attr-defined]
+
+
 def test_states_of_other_widths_are_not_compared() -> None:
     student, teacher = models()
     judge = LocalTeacher("judge", "teacher", teacher, 64, STOPS)

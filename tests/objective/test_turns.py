@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,7 +15,7 @@ from hypothesis import strategies as st
 
 import opd
 from opd.common.errors import RecipeError
-from opd.objective.advantages import turn_advantages
+from opd.objective.advantages import TurnAdvantage, turn_advantages
 from opd.objective.batch import Batch, own_turns, rewards_by_turn
 from opd.recipe import load_recipe
 from opd.records import Author, Rollout
@@ -64,6 +66,28 @@ def test_turn_advantages_against_the_definition(rewards: list[list[float]], disc
 def test_groups_are_apart_and_missing_rewards_have_no_advantage() -> None:
     found = turn_advantages([np.array([1.0]), np.array([3.0]), None], ["a", "b", "b"], 1.0)
     assert [values.tolist() for values in found] == [[0.0], [0.0], []]
+
+
+@pytest.mark.parametrize("baseline", ["turn", "group", "none"])
+def test_turns_that_are_rollouts_of_their_own_have_the_same_advantages(baseline: str) -> None:
+    """`history: split` changes what a turn reads, not what it earned."""
+    given = {"a": [0.5, 0.0, 0.25], "b": [1.0], "c": None}
+    whole = [rollout([S, E, S, S, E, S], "a"), rollout([S, S], "b"), rollout([S, E, S], "c")]
+    parts = [
+        replace(rollout([S] * (end - first), f"{item.id}/turn{turn}"), extras={"turn_of": item.id})
+        for item in whole
+        for turn, (first, end) in enumerate(own_turns(item))
+    ]
+    rewards = {name: None if values is None else sum(values) for name, values in given.items()}
+    turns = {name: values for name, values in given.items() if values is not None}
+    part = TurnAdvantage(turn_discount=0.5, turn_baseline=baseline)
+    found = []
+    for rollouts in (whole, parts):
+        batch = Batch(rollouts, rewards={item.id: rewards[item.episode] for item in rollouts}, turn_rewards=turns)
+        tokens: Any = SimpleNamespace(batch=batch, rollouts=rollouts)
+        values = part.values(tokens, part.prepare(tokens))
+        found.append([value[item.author == S] for item, value in zip(rollouts, values, strict=True)])
+    assert np.concatenate(found[0]).tolist() == np.concatenate(found[1]).tolist()
 
 
 def test_the_outcome_belongs_to_the_last_turn() -> None:

@@ -14,6 +14,7 @@ from opd.common.errors import RecipeError
 from opd.data.prompts import render_prompt
 from opd.loop import producer
 from opd.objective.batch import own_turns
+from opd.records import TURN_OF as TURN_OF_RECORDS
 from opd.records import Author, Finished, Prompt, SampledToken, SampleRequest, Sampling
 from opd.rollouts import episodes
 from opd.rollouts.environments import Environment, Episode, Step, Turn
@@ -99,7 +100,7 @@ def test_what_a_turn_reads(history: Any) -> None:
         assert tokenizer.decode(turn.response_ids[:-1]) == text
         assert (turn.author == Author.STUDENT).all()
         assert np.isfinite(turn.logprob).all()
-        assert turn.extras[TURN_OF] == rollout.id
+        assert turn.extras[TURN_OF] == turn.extras[TURN_OF_RECORDS] == turn.episode == rollout.id
     assert len({turn.id for turn in turns}) == 3
 
 

@@ -92,6 +92,8 @@ def test_a_line_moves_from_the_recipes_share_to_its_end_and_stays() -> None:
         ({"samples": 2, "length_schedule": {"kind": "line", "start": 9}},
          {"objective": {"form": "policy_gradient", "advantage": {"outcome_weight": 1, "overlong": "mask"}}}, "cut off on purpose"),
         ({"length_schedule": {"kind": "line", "start": 9}}, {"objective": {"gate": "finished"}}, "gate finished would close"),
+        ({"length_schedule": {"kind": "line", "start": 9}, "environment": {"kind": "dialogue", "turn_tokens": 8}},
+         {"prompts": [{"source": "task:dialogue", "domain": "arithmetic"}]}, "counts the tokens of all turns"),
         ({"samples": 2, "writers": [{"kind": "data", "samples": 1}],
           "share_schedule": {"kind": "line", "to": {"writers.0": 0.5}}}, {}, "has samples of every group"),
     ],

@@ -246,7 +246,11 @@ TERMS: dict[str, dict[str, Any]] = {
         ("kl_baseline", True), ("whiten", True), ("whiten", "group"), ("shuffle", "batch"), ("shuffle", "rollout"), ("clip", 1.0), ("extrapolation", 1.25),
         ("reference_weight", 0.1))},
     "returns": {"form": PG, "advantage": {"discount": 0.9, "future_only": True, "add_own": True}},
-    **{kind: {"form": PG, "advantage": {"teacher_weight": 0, "also": kind}} for kind in ("fixed", "ketchup", "magnitude")},
+    **{kind: {"form": PG, "advantage": {"teacher_weight": 0, "also": kind}} for kind in ("fixed", "ketchup", "magnitude", "turns", "anchor_rank", "gae", "score")},
+    **{kind: {"form": kind} for kind in ("value", "representation", "dskd")},
+    "shaped": {"form": PG, "surrogate": "shaped", "on": ["data"], "advantage": {**OUTCOME, "baseline_of": "all"}},
+    "authors": {"form": "pairwise", "pairs": "authors", "chosen": "data", "rejected": "student"},
+    "adapt": {"divergence": "skew_kl", "adapt": True}, "domains": {"domains": ["arithmetic"]},
     **{f"gate {kind}": {"gate": kind} for kind in (
         "correct", "all_wrong", "contrast", "finished", "entropy", "unlikely", "soft_or", "random", "paced", "perplexity", "selectkd", "trust", "drift", "keep",
         "turns")},
@@ -261,6 +265,20 @@ AROUND: dict[str, dict[str, Any]] = {
     **{f"{key} {value}": {"rollout": {key: value}} for key, value in (
         ("temperature", 0.7), ("temperature", 0.0), ("top_p", 0.9), ("top_k", 5), ("samples", 1), ("data_share", 0.5), ("data_share", 1.0), ("teacher_share", 0.5),
         ("teacher_mix", 0.2), ("contrast", 2))},
+    **{f"{kind} in groups": {"rollout": {"writers": [{"kind": kind, "samples": 1}]}} for kind in ("data", "teacher", "rejected")},
+    "replay": {"rollout": {"writers": [{"kind": "replay", "share": 0.5}]}}, "ahead": {"rollout": {"staleness": 1}},
+    "shown": {"rollout": {"writers": [{"kind": "shown", "share": 0.5, "view": {"kind": "instruction", "instruction": "Short."}}]}},
+    "rescue": {"rollout": {"rescue": {"view": {"kind": "template", "template": "{answer} {prompt}"}}}},
+    "experience": {"rollout": {"experience": {}}},
+    "growing": {"rollout": {"length_schedule": {"kind": "line", "start": 2}}}, "matched": {"rollout": {"length_schedule": {"kind": "matched", "start": 2}}},
+    "shares": {"rollout": {"data_share": 1.0, "share_schedule": {"kind": "line", "to": {"data_share": 0.0}}}},
+    **{f"{kind} of turns": {"prompts": [{"source": "task:dialogue", "domain": "arithmetic"}],
+                            "rollout": {"max_new_tokens": 40, "environment": {"kind": "dialogue", "turn_tokens": 4, **more}}}
+       for kind, more in (("keep", {}), ("split", {"history": "split"}), ("curriculum", {"curriculum": "forward"}))},
+    **{f"curriculum {kind}": {"prompts": [{"source": "task:addition", "domain": "arithmetic", "limit": 32}], "curriculum": kind} for kind in ("kl", "pass_rate")},
+    **{kind: {"modules": {name: {"kind": kind}}} for kind, name in (
+        ("head", "value"), ("projectors", "spaces"), ("discriminator", "judge"), ("reward_model", "judge"))},
+    "no rewards": {"prompts": [{"source": "task:addition", "domain": "arithmetic"}, {"source": "task:reverse", "domain": "spelling"}]},
     "epochs": {"train": {"epochs": 2}}, "minibatches": {"train": {"minibatches": 2}}, "mixed": {"train": {"precision": "autocast"}},
     "lora": {"student": {"lora": {"rank": 2}}}, "no teacher": {"teachers": {}},
     "mixture": {"teachers": {"arithmetic": {"kind": "mixture", "parts": {"a": "tiny/arithmetic", "b": "tiny/generalist"}}}},
@@ -281,7 +299,8 @@ def paired(draw: random.Random) -> tuple[str, dict[str, Any]]:
     terms: list[dict[str, Any]] = []
     for name in names:
         for section, settings in AROUND.get(name, {}).items():
-            raw[section] = settings if section == "teachers" else {**raw[section], **settings}
+            mixes = isinstance(settings, dict) and section not in ("teachers", "curriculum")
+            raw[section] = {**raw.get(section, {}), **settings} if mixes else settings
         if name in TERMS:
             terms.append(copy.deepcopy(TERMS[name]))
     if len(terms) == 2 and ("form" not in terms[0] or "form" not in terms[1] or terms[0]["form"] == terms[1]["form"]):
