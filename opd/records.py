@@ -322,7 +322,7 @@ class WeightsRef:
 class TokenSampler(Protocol):
     """Draws tokens. `opd.Sampler` turns them into rollouts.
 
-    Built-in samplers also accept requests that arrive later: an iterator that yields None has none yet and is polled again.
+    Some also accept requests that arrive later (`SamplerKind.takes_turns`): an iterator that yields None has none yet and is polled again.
     """
 
     def sample(self, requests: Iterable[SampleRequest]) -> Iterator[SampledToken | Finished]: ...

@@ -18,12 +18,13 @@ import tempfile
 import threading
 import time
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Annotated, Any, Protocol
+from typing import Annotated, Any, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -42,6 +43,9 @@ from opd.registry import validate_settings
 from opd.store import RolloutStore
 from opd.store.log import TOKEN_COLUMNS
 from opd.store.rollouts import SamplerLog, folder_of
+
+
+T = TypeVar("T")
 
 
 class NewestWeights(Protocol):
@@ -123,10 +127,11 @@ class AheadSampler:
         self._sampler, self._newest, self._in_flight = sampler, newest, in_flight
         self.version = -1  # of the weights in use
 
-    def sample(self, requests: Iterable[SampleRequest]) -> Iterator[SampledToken | Finished]:
+    def sample(self, requests: Iterable[Any]) -> Iterator[SampledToken | Finished]:
+        """`requests`: `SampleRequest`, or None while there is no other yet."""
         self.take_over()
         if self._in_flight == "recompute":
-            yield from self._recomputing({request.id: request for request in requests})
+            yield from self._recomputing(UnfinishedRequests(requests))
             return
         for event in self._sampler.sample(requests):
             yield event
@@ -141,23 +146,50 @@ class AheadSampler:
     def _outdated(self) -> bool:
         return self.version != self._newest.version
 
-    def _recomputing(self, waiting: dict[str, SampleRequest]) -> Iterator[SampledToken | Finished]:
+    def _recomputing(self, requests: UnfinishedRequests) -> Iterator[SampledToken | Finished]:
         """Whenever newer weights arrive, request unfinished rollouts again, with their tokens so far as a prefix."""
-        while waiting:
+        while True:
             self.take_over()
-            written: dict[str, list[int]] = {name: [] for name in waiting}
-            events = self._sampler.sample(list(waiting.values()))
+            events = self._sampler.sample(requests)
             for event in events:
+                requests.note(event)
                 yield event
-                if isinstance(event, Finished):
-                    del waiting[event.request_id]
-                else:
-                    written[event.request_id].append(event.token)
-                if self._outdated and waiting:
+                if self._outdated and requests.unfinished:
                     break
+            else:
+                return
             if isinstance(events, Generator):  # drawn tokens that were not yielded are drawn again
                 events.close()
-            waiting = {name: _continued(request, written[name]) for name, request in waiting.items()}
+            requests.again()
+
+
+class UnfinishedRequests:
+    """Requests that a sampler takes one by one. `again` lets it take those that have not finished once more, after their tokens so far."""
+
+    def __init__(self, requests: Iterable[SampleRequest | None]) -> None:
+        self._requests, self._before = iter(requests), deque[SampleRequest]()
+        self.unfinished: dict[str, SampleRequest] = {}
+        self._written: dict[str, list[int]] = {}
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> SampleRequest | None:
+        request = self._before.popleft() if self._before else next(self._requests)
+        if request is not None:
+            self.unfinished[request.id], self._written[request.id] = request, []
+        return request
+
+    def note(self, event: SampledToken | Finished) -> None:
+        if isinstance(event, Finished):
+            del self.unfinished[event.request_id], self._written[event.request_id]
+        else:
+            self._written[event.request_id].append(event.token)
+
+    def again(self) -> None:
+        left = [*self._before]  # the sampler had not taken these
+        continued = [_continued(request, self._written[name]) for name, request in self.unfinished.items()]
+        self.unfinished, self._written, self._before = {}, {}, deque([*continued, *left])
 
 
 class ThreadSampler(AheadSampler):
@@ -616,6 +648,7 @@ def _padded(size: int) -> int:
 
 
 ROUND = 512  # events per rank and exchange
+BEAT = 0.25  # seconds between two messages of a leader that works alone
 NO_AUTHOR = -1
 
 
@@ -632,6 +665,37 @@ class SharedSampler:
             return
         for name in weights.tensors:  # access gathers from all ranks, for ranks with a sampler
             weights.tensors[name]
+
+    def lead(self, work: Callable[[TokenSampler, Callable[[], None]], T]) -> T:
+        """Do work on the leader alone, such as playing in environments; all ranks get its result.
+
+        `work` gets the leader's sampler, and a check to call often: it lets all ranks know of a stop.
+        """
+        ranks, last = self._ranks, time.monotonic()
+        if not ranks.leads:
+            while ranks.gather(False)[0]:
+                pass
+            ranks.poll_stop()
+            return ranks.share(_nothing)
+
+        def check() -> None:
+            nonlocal last
+            if time.monotonic() >= last + BEAT:
+                ranks.gather(True)
+                last = time.monotonic()
+            ranks.poll_stop()
+
+        result, stop = list[T](), None
+        assert self.own is not None
+        try:
+            result.append(work(self.own, check))
+        except Stopped as found:
+            stop = found
+        ranks.gather(False)
+        if stop is not None:
+            raise stop
+        ranks.poll_stop()
+        return ranks.share(result.pop)
 
     def sample(self, requests: Iterable[SampleRequest]) -> Iterator[SampledToken | Finished]:
         mine = share_of(list(requests), self._ranks.rank, self._sharers)
@@ -664,6 +728,11 @@ class SharedSampler:
             return [part]
         gathered = self._ranks.gather(to_columns(part))
         return [part if rank == self._ranks.rank else from_columns(found) for rank, found in enumerate(gathered)]
+
+
+def _nothing() -> Any:
+    """In place of a value that only the leader makes."""
+    raise AssertionError("only the leader makes this value")
 
 
 def to_columns(events: Sequence[SampledToken | Finished]) -> tuple[Any, ...]:

@@ -56,6 +56,7 @@ class VllmSampler(SamplerKind):
 
     name = "vllm"
     leader_only = True
+    takes_turns = True
     alongside_training = True
 
     python: Address | None = Field(
@@ -293,6 +294,8 @@ def put_file(replica: Replica, version: int, path: Path, what: str) -> bool:
 STOPS = 128  # most stop ids; vLLM returns their log-probs at every token
 AGAIN = 2.0  # seconds between attempts to bring an engine back
 LOOK = 0.5  # seconds between two calls of `check` during a wait
+NOTHING_YET = 0.005  # seconds before a source that had no request is asked again
+END = object()  # a source has no more requests
 TRIES = 3  # attempts to bring an engine back, and deaths in a row that an engine may have before it draws a token
 
 
@@ -483,7 +486,7 @@ class VllmEngine:
 
     # Sampling
 
-    def sample(self, requests: Iterable[SampleRequest]) -> Iterator[SampledToken | Finished]:
+    def sample(self, requests: Iterable[SampleRequest | None]) -> Iterator[SampledToken | Finished]:
         if self._busy:
             raise RuntimeError("this sampler is sampling already; finish or close that generator first")
         self._busy = True
@@ -504,18 +507,45 @@ class _Call:
         self.lanes: dict[Replica, EngineSession] = {}
         self.deaths: dict[Replica, int] = {}  # in a row, without a token in between
         self.waiting: deque[Ticket] = deque()
+        self.requests: Iterator[SampleRequest | None] = iter(())
         self.numbers, self.slots = 0, engine.slots
-        self.over = False
+        self.over, self.more = False, True  # `more`: requests may follow
         for replica in engine.replicas:
             if replica.fresh:
                 self.join(replica)
             else:
                 self.revive(replica)
 
-    def run(self, requests: Iterable[SampleRequest]) -> Iterator[SampledToken | Finished]:
+    def run(self, requests: Iterable[SampleRequest | None]) -> Iterator[SampledToken | Finished]:
+        self.requests = iter(requests)
+        while True:
+            yield from self.admit()
+            self.dispatch()
+            if not self.more and not self.waiting and not any(lane.tickets for lane in self.lanes.values()):
+                return
+            found = self.next_event()
+            if found is None:
+                continue
+            what, replica, details = found
+            if what == "back":
+                self.join(replica)
+            elif what == "gone" and (not self.lanes or not isinstance(details, ServerAway)):
+                raise details
+            elif what in ("broken", "line") and self.lanes.get(replica) is details[0]:  # ignore sessions already lost
+                if what == "broken":
+                    self.lose(*details)
+                else:
+                    yield from self.read(*details)
+
+    def admit(self) -> Iterator[Finished]:
+        """Take the requests that there are. No more of them wait than could be sampled at once: an episode is opened when its request is taken."""
         from opd.engines.requests import sequence_ids
 
-        for request in requests:
+        while self.more and len(self.waiting) < self.slots * len(self.engine.replicas):
+            request = next(self.requests, END)
+            self.more = request is not END
+            if not isinstance(request, SampleRequest):  # nothing yet, or no more
+                return
             sequence, prefix = sequence_ids(request, self.engine.max_length)
             prompt = sequence[: sequence.size - prefix.size].tolist()
             ticket = Ticket(request, prompt, prefix.tolist())
@@ -524,27 +554,16 @@ class _Call:
                 self.waiting.append(ticket)
             else:  # an interrupted rollout whose last token was saved, but not its end
                 yield Finished(request.id, over)
-        while True:
-            self.dispatch()
-            if not self.waiting and not any(lane.tickets for lane in self.lanes.values()):
-                return
-            what, replica, more = self.next_event()
-            if what == "back":
-                self.join(replica)
-            elif what == "gone" and (not self.lanes or not isinstance(more, ServerAway)):
-                raise more
-            elif what in ("broken", "line") and self.lanes.get(replica) is more[0]:  # ignore sessions already lost
-                if what == "broken":
-                    self.lose(*more)
-                else:
-                    yield from self.read(*more)
 
-    def next_event(self) -> tuple[str, Replica, Any]:
+    def next_event(self) -> tuple[str, Replica, Any] | None:
+        """None: requests may have come meanwhile."""
         while True:
             try:
-                return self.events.get(timeout=LOOK)
+                return self.events.get(timeout=NOTHING_YET if self.more else LOOK)
             except queue.Empty:
                 self.engine.check()
+                if self.more:
+                    return None
 
     def ended(self, ticket: Ticket) -> Any:
         from opd.engines.requests import why_over
@@ -610,7 +629,7 @@ class _Call:
     def request_body(self, name: str, ticket: Ticket) -> dict[str, Any]:
         how = ticket.request.sampling
         return {
-            "name": name, "ids": ticket.prompt + ticket.ids, "max_tokens": how.max_new_tokens - len(ticket.ids),
+            "name": name, "ids": ticket.prompt + ticket.ids, "max_tokens": how.max_new_tokens - (len(ticket.ids) - ticket.request.start),
             "temperature": how.temperature, "top_p": how.top_p, "top_k": how.top_k,
             "stop_ids": list(how.stop_ids),
         }  # fmt: skip

@@ -82,10 +82,6 @@ class DistributedRanks(Ranks):
                 f"rollout.staleness {spec.rollout.staleness} with several ranks: they sample and train in turns. Set it to 0, or run "
                 "in one process."
             )
-        if spec.environments:
-            raise RecipeError(
-                "rollout.environment with several ranks: turns are played in one process. Run it without torchrun."
-            )
         if spec.rollout.demonstrations is not None:
             raise RecipeError(
                 "rollout.demonstrations with several ranks: one process requests and stores them. Drop them, or run in "

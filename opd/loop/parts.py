@@ -127,16 +127,19 @@ class Samplers:
         kind = (
             kind.for_frozen_models() if ahead and kind.leader_only else kind
         )  # its engines sample ahead, with other weights
-        opens = ranks.opens_sampler(kind.leader_only)
+        leads = kind.leader_only or bool(
+            spec.environments
+        )  # the leader samples for all: episodes are played in one process
+        opens = ranks.opens_sampler(leads)
         copied = student.copied(self._dtype, opens)  # the model that the student samples with
         # a copy that is on every rank and that each may use independently
-        self.copy = copied if student.passes_alone or ranks.samples_everywhere(kind.leader_only) else None
+        self.copy = copied if student.passes_alone or ranks.samples_everywhere(leads) else None
         self._own = self._opened(copied, kind=kind) if opens and copied is not None else None
         self.why_slow = (
             "" if self._own is None else kind.why_slow(self._own)
         )  # why sampling is slower than usual, if it is
         read = spec.model_copy(update={"student": spec.student.model_copy(update={"revision": revision})})
-        self.student = ranks.student_sampler(self._own, kind.leader_only, read, copied or student, max_length, stop_ids)
+        self.student = ranks.student_sampler(self._own, leads, read, copied or student, max_length, stop_ids)
         self._close: list[Callable[[], None]] = [] if self._own is None else [partial(kind.close, self._own)]
         # samples batches alongside training; without a store, nothing is trained
         self.ahead = self._open_ahead(revision) if ahead and store is not None else None

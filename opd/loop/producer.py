@@ -102,8 +102,12 @@ class BatchMaker:
         turn_rewards: dict[str, list[float | None]] = {}
         counts: dict[str, Any] = {f"rewards/{name}": count for name, count in self.rewards.rewarder.drain().items()}
         if any(prompt.environment is not None for prompt in prompts.values()):
-            turn_rewards = self.rewards.turn_rewards(rollouts)
-            notes = [self.store.entries[rollout.id].notes for rollout in rollouts]
+            notes = self.ranks.share(partial(self._notes, rollouts))
+            turn_rewards = {
+                rollout.id: noted["turn_rewards"]
+                for rollout, noted in zip(rollouts, notes, strict=True)
+                if "turn_rewards" in noted
+            }
             counts |= played_metrics([
                 (rollout, noted) for rollout, noted in zip(rollouts, notes, strict=True)
                 if prompts[rollout.prompt_id].environment is not None and (rollout.author != Author.DATA).any()
@@ -116,6 +120,10 @@ class BatchMaker:
         return Batch(
             rollouts, rewards=rewards, turn_rewards=turn_rewards, owners=owners, prompts=prompts, groups=seen, written=written, metrics=counts | metrics,
         )  # fmt: skip
+
+    def _notes(self, rollouts: Sequence[Rollout]) -> list[dict[str, Any]]:
+        """What environments noted about rollouts, from the store."""
+        return [dict(self.store.entries[rollout.id].notes) for rollout in rollouts]
 
     def _split(
         self, rollouts: Sequence[Rollout], notes: Sequence[Mapping[str, Any]], prompts: Mapping[str, Prompt],
@@ -482,11 +490,6 @@ class RolloutRewards:
                 earned[rollout.id] = earned_by(notes)
                 self._store.note(rollout.id, reward=earned[rollout.id])
         return earned
-
-    def turn_rewards(self, rollouts: Sequence[Rollout]) -> dict[str, list[float | None]]:
-        """What environments gave for each turn, from the store."""
-        notes = {rollout.id: self._store.entries[rollout.id].notes for rollout in rollouts}
-        return {key: found["turn_rewards"] for key, found in notes.items() if "turn_rewards" in found}
 
     def _rewarded_before(self, rollouts: Sequence[Rollout]) -> dict[str, float | None]:
         notes = {rollout.id: self._store.entries[rollout.id].notes for rollout in rollouts}

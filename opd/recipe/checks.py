@@ -140,11 +140,22 @@ def _environment(stage: Stage) -> Iterator[str]:
         if environment.history == "split":
             yield from (f"{key}.history split {mistake}" for mistake in _split_turns(stage))
     if not stage.sampler.takes_turns:
-        yield f"rollout.environment with sampler {stage.sampler.name}: turns are played with the built-in sampler. Use that one."
-    if rollout.staleness:
-        yield f"rollout.environment with rollout.staleness {rollout.staleness}: turns cannot be sampled ahead of training. Set it to 0."
+        yield (
+            f"rollout.environment with sampler {stage.sampler.name}: it takes all requests of a batch at once, and an episode's next turn "
+            "is requested later. Use the built-in sampler or vllm."
+        )
+    if stage.sampler.processes_alongside:
+        yield (
+            f"rollout.environment with sampler.processes {stage.sampler.processes_alongside}: those processes write only what they draw, and "
+            "episodes are played in the trainer's process. Set it to 0: then a thread samples ahead."
+        )
     if stage.checkpoint.resume == "exact":
-        yield "rollout.environment with checkpoint.resume exact: an interrupted episode continues after its last token. Use prefill."
+        outside = next((one for one in stage.environments if one.effects == "outside"), None)
+        if outside is not None:
+            yield (
+                f"rollout.environment {outside.name} with checkpoint.resume exact: its effects are outside, so an interrupted call is not "
+                "repeated, and the run cannot end as if nothing had happened. Use prefill."
+            )
     others = [key for key in ("rescue", "demonstrations", "experience", "teacher_mix") if getattr(rollout, key)]
     if others:
         yield f"rollout.environment with rollout.{others[0]}, which answers a prompt in one turn. Drop one."

@@ -139,14 +139,15 @@ class Playing:
 
     def __init__(
         self, dialogue: Dialogue, request: SampleRequest, prompt: Prompt,
-        durable: Rollout | None = None, log: StepLog | None = None, step: int | None = None,
+        durable: Rollout | None = None, log: StepLog | None = None, step: int | None = None, draws_again: bool = False,
     ) -> None:  # fmt: skip
-        """`step`: of training, for a curriculum."""
+        """`step`: of training, for a curriculum. `draws_again`: turns that `durable` has are sampled once more, for an exact resume."""
         self.dialogue, self.environment, self.request = dialogue, dialogue.environment, request
         self._prompt, self._log = prompt, None if self.environment.inline else log
         self._stored = (
             [] if durable is None else parts_by_author(durable)
         )  # what an earlier process left, not yet taken
+        self._draws_again = draws_again
         self._turns = self.environment.turns_at(step)
         self._oracle = [dialogue.written(text) for text in self.environment.oracle_turns(prompt, step)]
         self._episode: Episode | None = None
@@ -253,17 +254,24 @@ class Playing:
 
     def proceed(self, sink: TurnSink) -> Turn | Malformed | SampleRequest:
         """After opening, and after each response: the stored turn to play again, the oracle's turn, or the turn to sample."""
+        known = None
         while self._stored:
             own, part = self._stored[0]
             if not own:
                 written = self.ids if self._read is None else self.ids[self._start :]
                 return self.turn_ended(why_over(written, self.turn_request(), self.dialogue.tokenizer) or "length")
             self._stored.pop(0)
+            if self._draws_again:  # its tokens are compared with these as they are drawn
+                known = part
+                break
             self.ids += part.tolist()
         if self._turn < len(self._oracle) and len(self.ids) == self._start:
             ids = self._oracle[self._turn]
             if self._start + ids.size < self.request.sampling.max_new_tokens:
-                sink.extend(self.request.id, ids, Author.DATA, -1)
+                if known is None:
+                    sink.extend(self.request.id, ids, Author.DATA, -1)
+                elif not np.array_equal(known, ids):
+                    raise self._differently(self._turn)
                 self.ids += ids.tolist()
                 return self.turn_ended("stop")
         return self.turn_request()

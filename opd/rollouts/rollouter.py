@@ -29,7 +29,7 @@ from opd.common.errors import DataError, TrainingError, UserError
 from opd.common.text import shortened
 from opd.data.prompts import render_prompt, response_text
 from opd.data.sources import PromptSource, Source
-from opd.engines.alongside import LoggingSampler
+from opd.engines.alongside import LoggingSampler, SharedSampler
 from opd.engines.kinds import SAMPLERS, SamplerKind
 from opd.engines.requests import request_key, uniforms, weights_of
 from opd.models.language_model import LanguageModel
@@ -77,6 +77,10 @@ class Planned:
     source: str = ""  # the source noted in the store; default: the writer's
     group_suffix: str = ""  # set for a rollout outside the group of its visit
     sampling: Sampling | None = None  # replaces the stage's sampling
+
+    @property
+    def in_environment(self) -> bool:
+        return self.visit.prompt.environment is not None and not self.group_suffix
 
 
 @dataclass
@@ -213,7 +217,8 @@ class Rollouter:
         }
         requests, finished, continued = self.ranks.share(partial(self._requests, planned, version, prompts))
         for (source, author), wanted in requests.items():
-            self._sample(writers[source, author].sampler(source, self.context), wanted, AUTHORS[author])
+            played = any(planned[request.id].in_environment for request in wanted)
+            self._sample(writers[source, author].sampler(source, self.context), wanted, AUTHORS[author], played)
         self.store.commit(sync=durable)
         self.consumed = None if self.consumed is None else self.consumed + len(planned)
         return Written(list(planned), finished, continued, resumed=finished + continued > 0)
@@ -249,7 +254,7 @@ class Rollouter:
                 request = SampleRequest(rollout_id, read, key, plan.sampling or self.sampling)
                 if rollout_id in durable and durable[rollout_id].response_ids.size:
                     request = self._resumed(request, durable[rollout_id], writer, version)
-                if visit.prompt.environment is not None and not plan.group_suffix:
+                if plan.in_environment:
                     request = replace(request, prefix_ids=None)
                     self._playing[rollout_id] = Playing(
                         self._dialogues.of(visit.prompt),
@@ -258,6 +263,7 @@ class Rollouter:
                         durable.get(rollout_id),
                         Replay(self.store, rollout_id, begun=rollout_id in durable),
                         self._step,
+                        draws_again=self.exact,
                     )
                 requests.setdefault((source, writer.author), []).append(request)
         return requests, finished, len(durable)
@@ -417,13 +423,22 @@ class Rollouter:
             self.store.note(rollout_id, **known)
 
     def _sample(
-        self, sampler: TokenSampler | LoggingSampler, requests: Sequence[SampleRequest], author: Author
+        self, sampler: TokenSampler | LoggingSampler, requests: Sequence[SampleRequest], author: Author, played: bool
     ) -> None:
+        """`played`: whether any of them is played in an environment."""
         if isinstance(sampler, LoggingSampler):
             for count in sampler.keep(requests, author):
                 for _ in range(count):
                     self.on_token()
             return
+        if played and isinstance(sampler, SharedSampler):
+            sampler.lead(partial(self._draw, requests, author))
+        else:
+            self._draw(requests, author, sampler, self.check_stop)
+
+    def _draw(
+        self, requests: Sequence[SampleRequest], author: Author, sampler: TokenSampler, check_stop: Callable[[], None]
+    ) -> None:
         playing = {request.id: self._playing.pop(request.id) for request in requests if request.id in self._playing}
         draw_into(
             sampler,
@@ -432,7 +447,7 @@ class Rollouter:
             author,
             playing,
             replayed=self._replayed,
-            check_stop=self.check_stop,
+            check_stop=check_stop,
             on_token=self.on_token,
         )
         if playing:
@@ -527,13 +542,13 @@ def draw_into(
         for event in sampler.sample(source):
             if isinstance(event, SampledToken):
                 on_token(event)
+                if event.request_id in playing:
+                    playing[event.request_id].ids.append(event.token)
                 if event.request_id in replayed and replayed[event.request_id].holds(event):
                     continue
                 if event.request_id in drawn:  # the next step has begun
                     _keep(drawn, sink, author)
                 drawn[event.request_id] = event
-                if event.request_id in playing:
-                    playing[event.request_id].ids.append(event.token)
                 waiting += 1
                 if waiting >= COMMIT_TOKENS:
                     sink.commit()
@@ -628,9 +643,29 @@ def answers(
     `prompts`: by request. Those with an environment are played in it, which needs the `tokenizer`. `notes`: receives what
     environments noted, by id.
     """
+    played = any(prompt.environment is not None for prompt in (prompts or {}).values())
+    if played and isinstance(sampler, SharedSampler):
+        found, noted = sampler.lead(
+            lambda own, check: _in_memory(own, requests, check, on_token, prompts or {}, tokenizer)
+        )
+    else:
+        found, noted = _in_memory(sampler, requests, check_stop, on_token, prompts or {} if played else {}, tokenizer)
+    if notes is not None:
+        notes |= noted
+    return found
+
+
+def _in_memory(
+    sampler: TokenSampler,
+    requests: Sequence[SampleRequest],
+    check_stop: Callable[[], None],
+    on_token: Callable[[SampledToken], None],
+    prompts: Mapping[str, Prompt],
+    tokenizer: Any,
+) -> tuple[list[Rollout], dict[str, dict[str, Any]]]:
+    """Rollouts, and what environments noted about them."""
     sink, playing = MemorySink(requests), dict[str, Playing]()
-    if any(prompt.environment is not None for prompt in (prompts or {}).values()):
-        assert prompts is not None
+    if prompts:
         dialogues = Dialogues(tokenizer, requests[0].sampling.stop_ids if requests else ())
         playing = {
             request.id: Playing(dialogues.of(prompts[request.id]), request, prompts[request.id])
@@ -638,9 +673,7 @@ def answers(
             if prompts[request.id].environment is not None
         }
     draw_into(sampler, requests, sink, playing=playing, check_stop=check_stop, on_token=on_token)
-    if notes is not None:
-        notes |= sink.notes
-    return [sink.rollout(request) for request in requests]
+    return [sink.rollout(request) for request in requests], sink.notes
 
 
 def rollout_so_far(request: SampleRequest, tokens: Sequence[SampledToken]) -> Rollout:
@@ -681,17 +714,17 @@ def _duplicate(prompt: Prompt) -> DataError:
 
 
 class DurableTokens:
-    """The durable tokens of one rollout, compared bit by bit with the same tokens drawn again."""
+    """The durable tokens of one rollout that a sampler drew, compared bit by bit with the same tokens drawn again."""
 
     def __init__(self, durable: Rollout) -> None:
-        self._durable, self._next = durable, 0
+        self._durable = durable
+        self._left = iter(np.flatnonzero(~np.isin(durable.author, (Author.ENV, Author.DATA))).tolist())
 
     def holds(self, token: SampledToken) -> bool:
         """Whether the store already has this token. A different token is an error, because all later ones would differ too."""
-        known, at = self._durable, self._next
-        if at == known.response_ids.size:
+        known, at = self._durable, next(self._left, None)
+        if at is None:
             return False
-        self._next += 1
         drawn = np.array([token.logprob, token.logprob_sampled, token.logprob_stop], dtype=np.float32)
         stored = np.array([known.logprob[at], known.logprob_sampled[at], known.logprob_stop[at]], dtype=np.float32)
         if (token.token, token.version, drawn.tobytes()) != (

@@ -6,6 +6,7 @@ import errno
 import json
 import signal
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +17,13 @@ import yaml
 
 import opd
 from opd.common.errors import RecipeError, StoreError, TrainingError
-from opd.engines.alongside import ThreadSampler
+from opd.engines.alongside import AheadSampler, ThreadSampler
 from opd.engines.builtin import Engine
 from opd.engines.kinds import BuiltInSampler
 from opd.loop.producer import AheadProducer
 from opd.models.attention import Packed
 from opd.recipe import load_recipe
-from opd.records import SampledToken, SampleRequest, Sampling, WeightsRef
+from opd.records import Author, Finished, SampledToken, SampleRequest, Sampling, WeightsRef
 from opd.rollouts.rollouter import answers
 from opd.runner import pipeline
 from opd.store import RolloutStore
@@ -183,6 +184,145 @@ def test_an_error_in_another_thread_is_reported_once(tmp_path: Path, monkeypatch
     assert str(caught.value).count("had enough") == 1
     monkeypatch.undo()
     assert len(opd.resume(tmp_path / "run").metrics) == 4
+
+
+# Environments
+
+
+PLAYED = AHEAD | {
+    "prompts": "task:dialogue",
+    "teachers": {"arithmetic": "tiny/arithmetic"},
+    "rollout": {
+        "prompts": 6, "max_new_tokens": 40, "staleness": 2, "environment": {"kind": "dialogue", "turn_tokens": 6},
+    },
+    "objective": {"form": "direct"},
+}  # fmt: skip
+
+
+def still(staleness: int, in_flight: str) -> dict[str, Any]:
+    """Weights that do not move, so that it does not matter when a turn is sampled."""
+    rollout = {**PLAYED["rollout"], "staleness": staleness, "in_flight": in_flight}
+    return PLAYED | {"rollout": rollout, "train": {"steps": 3, "lr": 1e-30}}
+
+
+def test_episodes_ahead_of_training(tmp_path: Path) -> None:
+    run = opd.run(PLAYED, out=tmp_path / "run")
+    assert [line["step"] for line in run.metrics] == [1, 2, 3, 4]
+    assert all(line["staleness/max"] <= 2 and line["env/turns"] > 1 for line in run.metrics)
+    for rollout in durable(run.directory).values():
+        assert rollout.stop in ("env", "length")
+        own = rollout.author == Author.STUDENT
+        assert (rollout.version[own] >= 0).all()
+        assert (np.diff(rollout.version[own]) >= 0).all()
+
+
+@pytest.mark.slow
+def test_weights_that_do_not_move_play_the_same_episodes(tmp_path: Path) -> None:
+    """Every update makes `recompute` ask for the turns that are being sampled once more."""
+    alone = durable(opd.run(still(0, "recompute"), out=tmp_path / "alone").directory)
+    for in_flight in ("recompute", "keep"):
+        ahead = durable(opd.run(still(2, in_flight), out=tmp_path / in_flight).directory)
+        assert ahead.keys() == alone.keys()
+        for name, rollout in alone.items():
+            assert ahead[name].response_ids.tolist() == rollout.response_ids.tolist()
+            assert ahead[name].author.tolist() == rollout.author.tolist()
+
+
+class Counting:
+    """A sampler that answers each request with two tokens, and takes requests that come later."""
+
+    def __init__(self) -> None:
+        self.asked: list[SampleRequest] = []
+
+    def load(self, weights: Any) -> int:
+        return 0
+
+    def sample(self, requests: Any) -> Any:
+        for request in requests:
+            if request is not None:
+                self.asked.append(request)
+                done = 0 if request.prefix_ids is None else request.prefix_ids.size
+                for token in range(done - request.start, 2):
+                    yield SampledToken(request.id, token, -1.0, -1.0, -1.0, 0)
+                yield Finished(request.id, "length")
+
+
+class Newest:
+    version = 0
+
+    def load(self, sampler: Any) -> int:
+        return self.version
+
+
+def test_a_turn_that_comes_later_continues_after_its_tokens_so_far() -> None:
+    own, newest = Counting(), Newest()
+    sampler, prompt, ready = AheadSampler(own, newest, "recompute"), np.arange(3, dtype=np.int32), []
+    first = SampleRequest("r", prompt, 1, Sampling(2))
+
+    def turns() -> Any:
+        yield first
+        yield None
+        yield ready.pop()
+
+    tokens: list[int] = []
+    for event in sampler.sample(turns()):
+        if isinstance(event, SampledToken):
+            tokens.append(event.token)
+            newest.version += len(tokens) % 2  # newer weights after the first token of each turn
+        elif not ready and len(tokens) == 2:
+            ids = np.array([0, 1, 9], dtype=np.int32)
+            ready.append(SampleRequest("r", prompt, 1, Sampling(2), prefix_ids=ids, start=3))
+    assert tokens == [0, 1, 0, 1]
+    prefixes = [None if asked.prefix_ids is None else asked.prefix_ids.tolist() for asked in own.asked]
+    assert prefixes == [None, [0], [0, 1, 9], [0, 1, 9, 0]]
+
+
+SLOW_TOOL = """
+import time
+from pathlib import Path
+
+import opd
+from opd.rollouts.environments import Environment, Episode, Step
+
+
+@opd.register
+class Waits(Environment):
+    name = "waits"
+    closed: str
+    seconds: float = 60.0
+
+    def open(self, prompt, key):
+        return Waiting(self)
+
+
+class Waiting(Episode):
+    def __init__(self, environment):
+        self.environment = environment
+
+    def step(self, turn):
+        time.sleep(self.environment.seconds)
+        return Step(messages=[{"role": "user", "content": "more"}], reward=1.0)
+
+    def close(self):
+        with Path(self.environment.closed).open("a") as file:
+            file.write("closed\\n")
+"""
+
+
+@pytest.mark.crash
+def test_a_stop_closes_the_episodes_that_are_played_ahead(tmp_path: Path) -> None:
+    """Tools that take a minute hold nobody up."""
+    (tmp_path / "waits.py").write_text(SLOW_TOOL)
+    waits = {"kind": "waits", "turn_tokens": 4, "closed": str(tmp_path / "closed")}
+    recipe = PLAYED | {"plugins": [str(tmp_path / "waits.py")], "rollout": {**PLAYED["rollout"], "environment": waits}}
+    written, directory, log = tmp_path / "recipe.yaml", tmp_path / "run", tmp_path / "out.txt"
+    written.write_text(json.dumps(recipe))
+    process = start(log, "run", written, "--out", directory, die=20, by=signal.SIGTERM)
+    began = time.monotonic()
+    assert ended(process) == 75, log.read_text()
+    assert time.monotonic() - began < 50
+    assert (tmp_path / "closed").read_text().count("closed") >= 6  # the prompts' first messages open and close one each
+    assert any(rollout.stop is None for rollout in durable(directory).values())
 
 
 @pytest.mark.crash

@@ -92,6 +92,22 @@ RECIPES: dict[str, tuple[str, list[str]]] = {
     ),
     "led": ("quickstart", [*LITTLE, "sampler={engine: led}", "log.start_table=true"]),  # one rank samples for all
     "mix": ("quickstart", [*LITTLE, "rollout.teacher_mix=0.3"]),
+    "turns": (
+        "methods/sod",
+        [*CUT, "rollout.max_new_tokens=40", "eval.prompts=2", "eval.every=1"],
+    ),  # one rank plays for all
+    "turns, split": (
+        "quickstart",
+        [
+            *CUT,
+            "teachers={arithmetic: tiny/arithmetic}",
+            "prompts=task:dialogue",
+            "rollout.max_new_tokens=40",
+            "rollout.environment={kind: dialogue, turn_tokens: 6, history: split}",
+            "rollout.samples=2",
+            "objective=[{form: direct}, {form: policy_gradient, advantage: {teacher_weight: 0, also: [{kind: turns}]}}]",
+        ],
+    ),
     "spread teachers": ("quickstart", [*LITTLE, "cluster.teachers=shard", "log.start_table=true"]),
 }
 LED = """
@@ -121,6 +137,7 @@ ON = {  # ranks -> recipes
 BOUND = {
     "muon": 1e-4,  # which multiplies in bfloat16
     "two groups, muon": 1e-4,
+    "turns": 1e-4,
     "ppo": 1e-4,  # four updates of each batch
     "ppo, lora": 1e-4,
     "discriminator": 1e-3,  # after two steps its scores differ by little, and are divided by their spread

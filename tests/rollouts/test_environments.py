@@ -46,6 +46,24 @@ class GuessEpisode(Episode):
         ids = self.tokenizer.encode(f"{self.settings.reply}{turn.number}", add_special_tokens=False)
         return Step(ids, reward=float(right) - 0.25 * turn.number, done=right, feedback=f"turn {turn.number}")
 '''
+MORE = """
+
+from opd.engines.kinds import SamplerKind
+
+
+@opd.register
+class GuessOutside(Guess):
+    name = "guess_outside"
+    effects = "outside"
+
+
+@opd.register
+class AtOnce(SamplerKind):
+    name = "at_once"
+
+    def open(self, model, max_length, *, merge_stop, partner=None):
+        raise NotImplementedError
+"""
 RECIPE: dict[str, Any] = {
     "student": "tiny/generalist",
     "teachers": {"arithmetic": "tiny/arithmetic"},
@@ -157,20 +175,22 @@ def test_an_environment_that_changes_its_mind_is_noticed(
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ("rollout.staleness=1", "turns cannot be sampled ahead of training"),
         ("rollout.environment.turn_tokens=25", "counts all turns"),
         ("rollout.environment.turns=0", "greater than or equal to 1"),
         ("rollout.environment.kind=gues", "did you mean 'guess'"),
-        ("checkpoint.resume=exact", "Use prefill"),
         ("rollout.teacher_mix=0.2", "one turn"),
-        ("sampler.engine=vllm", "built-in sampler"),
+        ("rollout.staleness=1 sampler.processes=2", "a thread samples ahead"),
+        ("sampler.engine=at_once", "takes all requests of a batch at once"),
+        ("checkpoint.resume=exact rollout.environment.kind=guess_outside", "an interrupted call is not repeated"),
     ],
 )
 def test_what_environments_cannot_do_is_said_when_the_recipe_is_read(
     recipe: dict[str, Any], change: str, words: str
 ) -> None:
+    with open(recipe["plugins"][0], "a") as file:
+        file.write(MORE)
     with pytest.raises(RecipeError, match=words):
-        load_recipe(recipe, [change])
+        load_recipe(recipe, change.split())
 
 
 class Echo(Environment):
