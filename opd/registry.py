@@ -494,6 +494,7 @@ CHOICES: dict[str, str] = {
     "writer.teacher": "opd.rollouts.writers:TeacherWriter",
     "writer.shown": "opd.rollouts.writers:ShownWriter",
     "writer.data": "opd.rollouts.writers:DataWriter",
+    "writer.oracle": "opd.rollouts.writers:OracleWriter",
     "writer.rejected": "opd.rollouts.writers:RejectedWriter",
     "writer.replay": "opd.rollouts.writers:ReplayWriter",
     "share_schedule.line": "opd.rollouts.pace:LineSchedule",

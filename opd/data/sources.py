@@ -131,6 +131,11 @@ class PromptSource(Choice):
 
     _older: bool = PrivateAttr(default=False)
 
+    @property
+    def brings_answers(self) -> bool:
+        """Whether its prompts come with answers, so that nobody plays or writes."""
+        return False
+
     @abstractmethod
     def open(self, opening: Opening) -> Source:
         raise NotImplementedError

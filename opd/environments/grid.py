@@ -42,23 +42,45 @@ class Grid(Environment):
         world = World.read(question(prompt))
         return list(world.path(world.start, False))
 
+    def advice(self, prompt: Prompt, turns: Sequence[str]) -> Sequence[str]:
+        """All moves that shorten the way."""
+        episode = GridEpisode(self, World.read(question(prompt)))
+        for move in turns:
+            episode.move(move.strip()[:1])
+        world, length = episode.world, len(episode.way)
+        return [move for move in MOVES if length and len(world.path(*episode.after(move))) == length - 1]
+
 
 class GridEpisode(Episode):
     def __init__(self, environment: Grid, world: World) -> None:
         self.environment, self.world = environment, world
         self.place, self.has_key = world.start, world.start == world.key
-        self.length = len(world.path(self.place, self.has_key))
+        self.length = len(self.way)
+
+    @property
+    def way(self) -> str:
+        """A shortest path to the door from here."""
+        return self.world.path(self.place, self.has_key)
+
+    def after(self, move: str) -> tuple[str, bool]:
+        """The place, and whether the student has the key, after a move."""
+        place = self.world.moved(self.place, move)
+        return place, self.has_key or place == self.world.key
+
+    def move(self, move: str) -> None:
+        """Make a move. Other texts change nothing."""
+        if move in MOVES:
+            self.place, self.has_key = self.after(move)
 
     def step(self, turn: Turn) -> Step:
         move = turn.text.strip()[:1]
         if move not in MOVES:
             return Step(messages=[_user(f" {'/'.join(MOVES)}?")], reward=0.0, counts={"malformed": 1})
-        before = len(self.world.path(self.place, self.has_key))
-        self.place = self.world.moved(self.place, move)
-        self.has_key = self.has_key or self.place == self.world.key
+        before = len(self.way)
+        self.move(move)
         if self.has_key and self.place == self.world.door:
             return Step(reward=1.0, done=True)
-        closer = len(self.world.path(self.place, self.has_key)) < before
+        closer = len(self.way) < before
         reward = self.environment.progress * closer / self.length
         return Step(messages=[_user(f" {self.place}{' key' if self.has_key else ''}")], reward=reward)
 

@@ -35,6 +35,7 @@ from opd.loop.metrics import Clock
 from opd.loop.parts import Samplers
 from opd.loop.ranks import Ranks
 from opd.loop.scorer import Scorer
+from opd.loop.takeover import take_over
 from opd.models.attention import alongside_training
 from opd.models.language_model import LanguageModel
 from opd.objective.batch import Batch, Written
@@ -193,6 +194,9 @@ class InlineProducer:
             if spec.rescue is not None:
                 with clock("rescue"):
                     rollouts, metrics = rescue(maker, visits, rollouts, rewards, written)
+            if spec.takeover is not None:
+                with clock("takeover"):
+                    rollouts, metrics = take_over(maker, visits, rollouts, rewards, written)
             groups = grouped(rollouts)
             tokens, drawn = tokens + sum(rollout.response_ids.size for rollout in rollouts), drawn + len(groups)
             kept |= {

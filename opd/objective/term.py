@@ -383,7 +383,7 @@ def present_authors(rollout: Any) -> dict[str, float]:
         )
     if rollout.rescue is not None:
         shares[rollout.rescue.trained_as] = shares[rollout.rescue.trained_as] or SOME
-    if rollout.demonstrations is not None:
+    if rollout.demonstrations is not None or rollout.takeover is not None:
         shares["teacher"] = shares["teacher"] or SOME
     return shares
 

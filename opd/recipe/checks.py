@@ -78,6 +78,8 @@ def _rollouts(stage: Stage) -> Iterator[str]:
         yield from (f"rollout.rescue: {mistake}" for mistake in rollout.rescue.mistakes(rollout.samples))
         if rollout.rescue.hint is not None and rollout.rescue.hint.by == "teacher" and not stage.teachers:
             yield "rollout.rescue.hint: there is no teacher to write it. Give one, or set by: student."
+    if rollout.takeover is not None:
+        yield from (f"rollout.takeover: {mistake}" for mistake in rollout.takeover.mistakes(stage))
     if rollout.experience is not None:
         if not any("experience" in kind.view.shows() for kind in stage.teachers.values()):
             yield "rollout.experience is written, and no teacher's view shows it: name {experience} in a template, or drop it."
@@ -106,7 +108,7 @@ def _staleness(stage: Stage) -> Iterator[str]:
     of_teachers += [f"monitors.watch {monitor.name}" for monitor in stage.monitors.watch if monitor.samples_teacher]
     for name in of_teachers:
         yield f"{key} with {name}: a teacher would have to sample and score at once. Set one of them to 0."
-    for name in ("rescue", "experience", "demonstrations"):
+    for name in ("rescue", "takeover", "experience", "demonstrations"):
         if getattr(rollout, name) is not None:
             yield f"{key} with rollout.{name}, which depends on a batch's rewards and the weights of its step. Drop one of them."
     if rollout.contrast:
@@ -159,7 +161,7 @@ def _environment(stage: Stage) -> Iterator[str]:
     others = [key for key in ("rescue", "demonstrations", "experience", "teacher_mix") if getattr(rollout, key)]
     if others:
         yield f"rollout.environment with rollout.{others[0]}, which answers a prompt in one turn. Drop one."
-    if any(prompt.source.startswith(("run:", "stage:")) for prompt in stage.prompts):
+    if any(prompt.brings_answers for prompt in stage.prompts):
         yield "rollout.environment with prompts that bring their answers: nothing is played. Drop it."
 
 
@@ -333,6 +335,8 @@ def _offers(stage: Stage) -> Iterator[str]:
         drawn += ["rollout.rescue.hint"] if stage.rollout.rescue.hint.by == "teacher" else []
     if stage.rollout.experience is not None and stage.rollout.experience.by == "teacher":
         drawn.append("rollout.experience")
+    if stage.rollout.takeover is not None and "teacher" in (stage.rollout.takeover.by, stage.rollout.takeover.rest):
+        drawn.append("rollout.takeover")
     if stage.eval.prompts and stage.eval.weight_average:
         drawn.append("eval.weight_average")
     drawn += [f"monitors.watch {monitor.name}" for monitor in stage.monitors.watch if monitor.samples_teacher]

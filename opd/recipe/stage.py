@@ -443,7 +443,8 @@ class Stage(BaseModel):
         choices: list[Choice] = [*self.objective, *(kind.view for kind in self.teachers.values())]
         choices += [self.curriculum] if self.curriculum is not None else []
         wanted = self.rollout.demonstrations
-        replaced = self.rollout.rescue is not None or (wanted is not None and wanted.by is None)
+        taken = self.rollout.takeover is not None and self.rollout.takeover.turn == "wrong"
+        replaced = self.rollout.rescue is not None or taken or (wanted is not None and wanted.by is None)
         by_module = any(kind.reads_rewards and kind.learns for kind in self.modules.values())
         return replaced or by_module or any(choice.needs().rewards for choice in choices)
 

@@ -142,10 +142,18 @@ class Environment(Choice):
 
     def check(self, view: StageView) -> Iterable[str]:
         yield from super().check(view)
-        if self.curriculum == "backward" and type(self).oracle is Environment.oracle:
+        if self.curriculum == "backward" and not self.has_oracle:
             yield f"environment {self.name} with curriculum backward has no oracle, which takes the first turns. Use forward."
         if self.curriculum == "none" and "growth" in changed(self):
             yield f"environment {self.name}: growth {self.growth} belongs to a curriculum. Set curriculum to forward or backward."
+
+    @property
+    def has_oracle(self) -> bool:
+        return type(self).oracle is not Environment.oracle
+
+    @property
+    def advises(self) -> bool:
+        return type(self).advice is not Environment.advice
 
     def turns_at(self, step: int | None) -> int:
         """The most turns of an episode at a training step, counted from 1. None: in evaluation."""
@@ -216,6 +224,10 @@ class Environment(Choice):
     def oracle(self, prompt: Prompt) -> Sequence[str] | None:
         """Turns that solve a prompt, if they are known."""
         return None
+
+    def advice(self, prompt: Prompt, turns: Sequence[str]) -> Sequence[str]:
+        """Turns that are right after the given ones, the best first. Empty: not known."""
+        return ()
 
 
 AnyEnvironment = Annotated[Environment, Family("environment")]

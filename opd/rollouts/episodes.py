@@ -29,7 +29,17 @@ from opd.common.text import first_line
 from opd.data.prompts import render_prompt, response_text
 from opd.engines.requests import request_key, why_over
 from opd.objective.batch import own_turns
-from opd.records import Author, EnvironmentRecord, Message, Prompt, Rollout, Sample, SampleRequest, StopReason
+from opd.records import (
+    Author,
+    EnvironmentRecord,
+    Message,
+    Prompt,
+    Rollout,
+    Sample,
+    SampleRequest,
+    StopReason,
+    TokenColumns,
+)
 from opd.rollouts.bridge import Bridge
 from opd.rollouts.environments import Environment, Episode, Step, Turn, close_aside, limited
 from opd.rollouts.tool_calls import Malformed, ToolFormat, tool_format, turn_text
@@ -39,6 +49,11 @@ TURNS = 16  # turns with a metric each
 TURN_OF = "turn_of"  # in the extras of a rollout that is one turn of a stored one: the stored one's id
 OPENINGS = 3  # attempts to open an episode
 GRACE = 2.0  # seconds that the end of a run waits for running steps, and then for episodes to close
+TAKEOVER = (
+    "takeover"  # begins the source of an episode with one, and names its facts in `extras`: turn, right, wrong, of
+)
+FIRST_TURNS = "first_turns"  # the field of a prompt with the ids of the turns that its rollouts begin with
+KEY_TURN = "key_turn"  # and the field with the corrected turn after them: `right`, `wrong`, and three `rewards`
 FAILURES = ("timeouts", "errors", "lost")
 COUNTS = ("calls", "malformed", *FAILURES)  # noted with every rollout that has any
 
@@ -46,6 +61,7 @@ COUNTS = ("calls", "malformed", *FAILURES)  # noted with every rollout that has 
 class TurnSink(Protocol):
     """Where the environment's tokens and a rollout's end are written."""
 
+    def append_many(self, tokens: TokenColumns, author: Author | np.ndarray = Author.STUDENT) -> None: ...
     def extend(self, id: str, response_ids: np.ndarray, author: Author, version: int) -> None: ...
     def finish(self, id: str, stop: StopReason) -> None: ...
     def note(self, id: str, **facts: Any) -> None: ...
@@ -60,13 +76,42 @@ class StepLog(Protocol):
     def call(self, key: Any, execute: Callable[[], Any]) -> Any: ...
 
 
+@dataclass(frozen=True)
+class GivenTurn:
+    """A turn that is played as it stands. `copied`: the rollout and the place that its tokens are copied from, with their log-probs."""
+
+    ids: np.ndarray  # int32, the stop token included
+    author: Author
+    copied: tuple[Rollout, int] | None = None
+
+    def write(self, id: str, sink: TurnSink) -> None:
+        if self.copied is None:
+            sink.extend(id, self.ids, self.author, -1)
+            return
+        rollout, first = self.copied
+        *columns, author = (
+            getattr(rollout, name)[first : first + self.ids.size]
+            for name in ("response_ids", "logprob", "logprob_sampled", "logprob_stop", "version", "author")
+        )
+        sink.append_many(TokenColumns(id, *columns), author)
+
+
+@dataclass(frozen=True)
+class GivenTurns:
+    """The turns that a rollout begins with."""
+
+    turns: Sequence[GivenTurn]
+    key: int | None = None  # of the episode; default: the request's own
+    alone: bool = False  # the rollout ends after them
+
+
 class Dialogue:
     """Reads turns and writes messages for one environment, tokenizer and chat template."""
 
     def __init__(
         self, environment: Environment, tokenizer: Any, stop_ids: Sequence[int], template_kwargs: Mapping[str, Any]
     ) -> None:
-        self.environment, self.tokenizer, self._stop_ids = environment, tokenizer, tuple(stop_ids)
+        self.environment, self.tokenizer, self.stop_ids = environment, tokenizer, tuple(stop_ids)
         self._kwargs = {name: value for name, value in template_kwargs.items() if name != "tools"}
         self.tools = tuple(environment.tools())
         if environment.turns > 1 and not environment.takes_tokenizer:
@@ -78,24 +123,24 @@ class Dialogue:
 
     @cached_property
     def format(self) -> ToolFormat:
-        return tool_format(self.environment.tool_calls, self.tokenizer, self._stop_ids, self._kwargs)
+        return tool_format(self.environment.tool_calls, self.tokenizer, self.stop_ids, self._kwargs)
 
     @cached_property
     def bridge(self) -> Bridge:
         rendered = self.tools if self.environment.tool_calls == "auto" else ()
-        return Bridge(self.tokenizer, self._stop_ids, self._kwargs, rendered)
+        return Bridge(self.tokenizer, self.stop_ids, self._kwargs, rendered)
 
     def turn(self, number: int, ids: np.ndarray, stop: StopReason, calls: int) -> Turn | Malformed:
         """`calls`: those of earlier turns."""
-        text = response_text(ids, self.tokenizer, self._stop_ids)
+        text = response_text(ids, self.tokenizer, self.stop_ids)
         if not self.tools:
             return Turn(number, text, ids, stop)
-        found = self.format.parse(turn_text(ids, self.tokenizer, self._stop_ids), self.tools, calls)
+        found = self.format.parse(turn_text(ids, self.tokenizer, self.stop_ids), self.tools, calls)
         return found if isinstance(found, Malformed) else Turn(number, text, ids, stop, tuple(found))
 
     def written(self, text: str) -> np.ndarray:
         """The ids of a turn that somebody else writes, with a stop id."""
-        stop = self.tokenizer.eos_token_id if self.tokenizer.eos_token_id in self._stop_ids else self._stop_ids[0]
+        stop = self.tokenizer.eos_token_id if self.tokenizer.eos_token_id in self.stop_ids else self.stop_ids[0]
         return np.array([*self.tokenizer(text, add_special_tokens=False)["input_ids"], stop], dtype=np.int32)
 
     def spoken(self, step: Step, turn: Turn) -> list[dict[str, Any]]:
@@ -108,7 +153,7 @@ class Dialogue:
             raise TrainingError(
                 f"history split: environment {self.environment.name} gives ids instead of messages. Use keep."
             )
-        text = turn_text(turn.ids, self.tokenizer, self._stop_ids)
+        text = turn_text(turn.ids, self.tokenizer, self.stop_ids)
         marker = str(getattr(self.format, "open", "")).split("\n")[0] if turn.calls else ""
         return [dict(message) for message in self.bridge.spoken(text, step.messages, turn.calls, marker)]
 
@@ -116,7 +161,7 @@ class Dialogue:
         """What the student reads next."""
         if not step.messages:
             return np.array(step.ids, dtype=np.int32)
-        stopped = bool(turn.ids.size) and int(turn.ids[-1]) in self._stop_ids
+        stopped = bool(turn.ids.size) and int(turn.ids[-1]) in self.stop_ids
         return self.bridge.ids(step.messages, stopped=stopped, calls=turn.calls)
 
 
@@ -140,8 +185,12 @@ class Playing:
     def __init__(
         self, dialogue: Dialogue, request: SampleRequest, prompt: Prompt,
         durable: Rollout | None = None, log: StepLog | None = None, step: int | None = None, draws_again: bool = False,
+        given: GivenTurns | None = None,
     ) -> None:  # fmt: skip
-        """`step`: of training, for a curriculum. `draws_again`: turns that `durable` has are sampled once more, for an exact resume."""
+        """`step`: of training, for a curriculum. `draws_again`: turns that `durable` has are sampled once more, for an exact resume.
+
+        `given`: the first turns; default: those of the prompt or of the curriculum's oracle.
+        """
         self.dialogue, self.environment, self.request = dialogue, dialogue.environment, request
         self._prompt, self._log = prompt, None if self.environment.inline else log
         self._stored = (
@@ -149,7 +198,10 @@ class Playing:
         )  # what an earlier process left, not yet taken
         self._draws_again = draws_again
         self._turns = self.environment.turns_at(step)
-        self._oracle = [dialogue.written(text) for text in self.environment.oracle_turns(prompt, step)]
+        self._given = given or given_turns(dialogue, prompt, step)
+        if self._given.alone:
+            self._turns = min(self._turns, len(self._given.turns))
+        self._key_turn: str | None = None  # what was written in the first turn after the given ones
         self._episode: Episode | None = None
         self._closing, self._abandoned = threading.Lock(), False
         self.ids: list[int] = []  # the response so far
@@ -165,7 +217,7 @@ class Playing:
     # In the pool, one call at a time
 
     def open(self) -> None:
-        environment, key = self.environment, self.request.key
+        environment, key = self.environment, self.request.key if self._given.key is None else self._given.key
 
         def opened() -> Episode:
             given = (self.dialogue.tokenizer,) if environment.takes_tokenizer else ()
@@ -252,8 +304,8 @@ class Playing:
 
     # In the sampler's thread
 
-    def proceed(self, sink: TurnSink) -> Turn | Malformed | SampleRequest:
-        """After opening, and after each response: the stored turn to play again, the oracle's turn, or the turn to sample."""
+    def proceed(self, sink: TurnSink) -> Turn | Malformed | SampleRequest | None:
+        """After opening, and after each response: the stored turn to play again, the given turn, or the turn to sample."""
         known = None
         while self._stored:
             own, part = self._stored[0]
@@ -265,15 +317,19 @@ class Playing:
                 known = part
                 break
             self.ids += part.tolist()
-        if self._turn < len(self._oracle) and len(self.ids) == self._start:
-            ids = self._oracle[self._turn]
-            if self._start + ids.size < self.request.sampling.max_new_tokens:
+        if self._turn < len(self._given.turns) and len(self.ids) == self._start:
+            turn = self._given.turns[self._turn]
+            if self._start + turn.ids.size < self.request.sampling.max_new_tokens:
                 if known is None:
-                    sink.extend(self.request.id, ids, Author.DATA, -1)
-                elif not np.array_equal(known, ids):
+                    turn.write(self.request.id, sink)
+                elif not np.array_equal(known, turn.ids):
                     raise self._differently(self._turn)
-                self.ids += ids.tolist()
-                return self.turn_ended("stop")
+                self.ids += turn.ids.tolist()
+                return self.turn_ended(why_over(self.ids, self.turn_request(), self.dialogue.tokenizer) or "length")
+        if self._given.alone:
+            self.stop = "length"
+            self._end(sink)
+            return None
         return self.turn_request()
 
     def turn_request(self) -> SampleRequest:
@@ -306,6 +362,8 @@ class Playing:
         turn = self._last
         if isinstance(turn, Malformed):
             turn = Turn(self._turn, "", np.array(self.ids[self._start :], dtype=np.int32), "stop")
+        if self._turn == len(self._given.turns):
+            self._key_turn = turn.text.strip()
         self._turn += 1
         self._rewards.append(step.reward)
         self._feedback += [step.feedback] if step.feedback else []
@@ -339,6 +397,10 @@ class Playing:
 
     def _end(self, sink: TurnSink) -> None:
         facts: dict[str, Any] = {name: self._counts[name] for name in COUNTS if self._counts[name]}
+        if KEY_TURN in self._prompt.fields and not self._counts["lost"]:
+            self._rewards = key_rewards(
+                self._rewards, len(self._given.turns), self._key_turn, self._prompt.fields[KEY_TURN]
+            )
         if any(one is not None for one in self._rewards) or self._counts["lost"]:
             facts["turn_rewards"] = self._rewards
         if self._feedback:
@@ -408,6 +470,30 @@ def split_turns(rollout: Rollout, prompt: Prompt, said: Sequence[Sequence[Messag
         extras = {**rollout.extras, TURN_OF: rollout.id}
         found.append(replace(rollout, id=f"{rollout.id}/turn{number}", prompt_ids=read, extras=extras, **columns))
     return found
+
+
+def given_turns(dialogue: Dialogue, prompt: Prompt, step: int | None) -> GivenTurns:
+    """The turns before the student's first: stored ones of the prompt, or those of a curriculum's oracle."""
+    stored = prompt.fields.get(FIRST_TURNS)
+    if stored is not None:
+        return GivenTurns([GivenTurn(np.array(ids, dtype=np.int32), Author.DATA) for ids in stored])
+    oracle = dialogue.environment.oracle_turns(prompt, step)
+    return GivenTurns([GivenTurn(dialogue.written(text), Author.DATA) for text in oracle])
+
+
+def key_rewards(
+    rewards: Sequence[float | None], turn: int, written: str | None, key: Mapping[str, Any]
+) -> list[float | None]:
+    """The rewards of turns of a rollout that begins at a corrected turn: SCoRe's, if the episode was not won.
+
+    >>> key_rewards([None, 0.0, 0.0], 1, "e", {"right": "e", "wrong": "n", "rewards": [0.5, 0.1, 0.0]})
+    [0.0, 0.5, 0.0]
+    """
+    if written is None or sum(reward or 0.0 for reward in rewards) >= 1:
+        return list(rewards)
+    as_corrected, other, again = key["rewards"]
+    earned = as_corrected if written == key["right"] else again if written == key["wrong"] else other
+    return [earned if number == turn else 0.0 for number in range(len(rewards))]
 
 
 def earned_by(notes: Mapping[str, Any]) -> float | None:

@@ -35,8 +35,10 @@ from opd.data.sources import (
     anything,
     bad_rows_error,
 )
+from opd.objective.batch import own_turns
 from opd.records import Prompt, Rollout
 from opd.registry import SETTINGS, Count, Positive, StageView, Word, changed
+from opd.rollouts.episodes import FIRST_TURNS, KEY_TURN, TAKEOVER
 from opd.store import RolloutStore, Selection
 
 if TYPE_CHECKING:
@@ -46,7 +48,7 @@ if TYPE_CHECKING:
 STAGE = "stage:"
 EXAMPLES = 8  # example prompts per domain
 WRITING = (  # they have answers written, or say how
-    "data_share", "teacher_share", "teacher_mix", "writers", "rescue", "experience", "share_schedule", "length_schedule",
+    "data_share", "teacher_share", "teacher_mix", "writers", "rescue", "takeover", "experience", "share_schedule", "length_schedule",
 )  # fmt: skip
 REPEATED = re.compile(r"/replay-\d+$")  # ends the ids of answers that the writer `replay` stored again
 AUXILIARY = ("hint:", "experience:")  # sources of texts written for others to read
@@ -112,7 +114,7 @@ class Where(BaseModel):
         )
 
 
-Turned = Literal["answers", "completion", "messages", "text"]
+Turned = Literal["answers", "completion", "messages", "text", "turns"]
 
 
 class ReplayedPrompts(PromptSource):
@@ -122,7 +124,8 @@ class ReplayedPrompts(PromptSource):
         "answers",
         description=(
             "what stored rollouts are used as. answers: as they are, token by token; completion: worked answers to their prompts; "
-            "messages, text: prompts that continue after the answer with `ask`, as a new turn or as one text"
+            "messages, text: prompts that continue after the answer with `ask`, as a new turn or as one text; "
+            "turns: of episodes with a takeover, prompts that begin after the turns before it"
         ),
     )
     where: Where = Field(Where(), description="of turn_into: which rollouts are used")
@@ -132,6 +135,15 @@ class ReplayedPrompts(PromptSource):
     ask_wrong: str | None = Field(
         None, min_length=1, max_length=100_000, description="in its place, after an answer without full reward"
     )
+
+    key_rewards: tuple[float, float, float] = Field(
+        (0.5, 0.1, 0.0),
+        description="of turns: what an episode earns that is not won, if its first turn is the one of the takeover, another, or the one it replaced",
+    )
+
+    @property
+    def brings_answers(self) -> bool:
+        return self.turn_into != "turns"
 
     @field_validator("ask", "ask_wrong")
     @classmethod
@@ -145,6 +157,8 @@ class ReplayedPrompts(PromptSource):
             raise ValueError("where, ask and ask_wrong belong to turn_into: completion, messages or text")
         if goes_on and self.ask is None:
             raise ValueError(f"turn_into {self.turn_into} needs `ask`, which follows the stored answer")
+        if self.turn_into != "turns" and "key_rewards" in given:
+            raise ValueError("key_rewards belongs to turn_into: turns")
         if not goes_on and (self.ask or self.ask_wrong):
             raise ValueError(
                 f"ask follows a stored answer in a prompt, and turn_into {self.turn_into} makes none. Drop it"
@@ -345,7 +359,13 @@ class TurnedSource:
         self._answers = RunSource(spec, opening)
         run = self._answers.run
         self._label = f"{run.stage}.{spec.turn_into}{opening.label.removeprefix(spec.label)}"
-        self._rows = spec.where.rows(run.store, run.rows)
+        rows = run.rows
+        if spec.turn_into == "turns":
+            rows = np.array(
+                [row for row in rows if run.store.index.text("source", int(row)).startswith(TAKEOVER)], dtype=np.int64
+            )
+        self._rows = spec.where.rows(run.store, rows)
+        self._opened = opening.opened
         if not self._rows.size:
             raise DataError(
                 f"prompts {self.name!r}: none of the {run.rows.size:,} rollouts of stage {run.stage!r} passes `where`. Ask for less."
@@ -364,6 +384,8 @@ class TurnedSource:
             )
         answer = self._text(rollout)
         prompt = replace(prompt, id=f"{self._label}/train/{index}", domain=spec.domain or prompt.domain)
+        if spec.turn_into == "turns":
+            return self._before(prompt, rollout)
         if spec.turn_into == "completion":
             return replace(prompt, fields={**prompt.fields, "completion": answer})
         reward = float(run.store.index["reward"][self._rows[index]])
@@ -376,6 +398,14 @@ class TurnedSource:
         before = prompt.messages or ({"role": "user", "content": prompt.text or ""},)
         turns = ({"role": "assistant", "content": answer}, {"role": "user", "content": asked})
         return replace(prompt, text=None, messages=(*before, *turns))
+
+    def _before(self, prompt: Prompt, rollout: Rollout) -> Prompt:
+        """The prompt with the turns before the takeover, and what was right and wrong in that turn."""
+        facts = rollout.extras[TAKEOVER]
+        turns = [rollout.response_ids[first:end].tolist() for first, end in own_turns(rollout)]
+        key = {"right": facts["right"], "wrong": facts["wrong"], "rewards": list(self._spec.key_rewards)}
+        prompt = replace(prompt, fields={**prompt.fields, FIRST_TURNS: turns[: facts["turn"]], KEY_TURN: key})
+        return prompt if self._opened is None else self._opened(prompt)
 
     def _text(self, rollout: Rollout) -> str:
         ids = rollout.response_ids[:-1] if rollout.stop == "stop" else rollout.response_ids

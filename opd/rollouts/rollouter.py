@@ -48,7 +48,7 @@ from opd.records import (
     Visit,
 )
 from opd.registry import validate_settings
-from opd.rollouts.episodes import Dialogues, Playing, TurnSink, TurnSource
+from opd.rollouts.episodes import Dialogue, Dialogues, GivenTurn, GivenTurns, Playing, TurnSink, TurnSource
 from opd.rollouts.pace import Pace
 from opd.rollouts.replay import RunSource, numbered_prompt
 from opd.rollouts.settings import Rollouts
@@ -77,6 +77,8 @@ class Planned:
     source: str = ""  # the source noted in the store; default: the writer's
     group_suffix: str = ""  # set for a rollout outside the group of its visit
     sampling: Sampling | None = None  # replaces the stage's sampling
+    given: GivenTurns | None = None  # turns of an episode that it begins with
+    extras: Mapping[str, Any] = field(default_factory=dict)  # kept with the rollout
 
     @property
     def in_environment(self) -> bool:
@@ -264,9 +266,22 @@ class Rollouter:
                         Replay(self.store, rollout_id, begun=rollout_id in durable),
                         self._step,
                         draws_again=self.exact,
+                        given=plan.given or self._given(visit, writer),
                     )
                 requests.setdefault((source, writer.author), []).append(request)
         return requests, finished, len(durable)
+
+    def dialogue(self, prompt: Prompt) -> Dialogue:
+        """What reads and writes the turns of a prompt's episodes."""
+        return self._dialogues.of(prompt)
+
+    def _given(self, visit: Visit, writer: Writer) -> GivenTurns | None:
+        """All turns of a rollout that a writer knows already."""
+        turns = writer.turns(visit.prompt)
+        if turns is None:
+            return None
+        dialogue, author = self._dialogues.of(visit.prompt), AUTHORS[writer.author]
+        return GivenTurns([GivenTurn(dialogue.written(text), author) for text in turns], alone=True)
 
     def demonstrate(self, failed: Rollout, visit: Visit, source: str, text: str, version: int) -> str:
         """Store a given text as a demonstration for a failed answer; returns the id of its rollout."""
@@ -373,7 +388,7 @@ class Rollouter:
         self, rollout_id: str, plan: Planned, source: str, prompt_ids: np.ndarray, shown: np.ndarray | None
     ) -> None:
         prompt, visit = plan.visit.prompt, plan.visit.visit
-        extras = {} if shown is None else {SAMPLED_UNDER: shown.tolist()}
+        extras = {**plan.extras, **({} if shown is None else {SAMPLED_UNDER: shown.tolist()})}
         self.store.begin(
             id=rollout_id, prompt_id=prompt.id, visit=visit, sample=plan.sample, domain=prompt.domain, source=plan.source or source,
             group=f"{prompt.id}/{visit}{plan.group_suffix}", prompt_ids=prompt_ids, extras=extras,
@@ -513,7 +528,6 @@ class ReplayBuffer:
 class Sink(TurnSink, Protocol):
     """Where tokens are written: the rollout store, or memory."""
 
-    def append_many(self, tokens: TokenColumns, author: Author | np.ndarray = Author.STUDENT) -> None: ...
     def commit(self) -> None: ...
 
 

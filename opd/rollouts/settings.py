@@ -14,7 +14,7 @@ from opd.common.short_forms import SHORT_FORMS
 from opd.data.prompts import field_texts, fields_of, filled, question, well_formed
 from opd.engines.kinds import InFlight
 from opd.records import Prompt
-from opd.registry import SETTINGS, Count, Family, Fraction, Positive, Word
+from opd.registry import SETTINGS, Count, Family, Fraction, Positive, Word, changed
 from opd.rollouts.environments import AnyEnvironment
 
 if TYPE_CHECKING:
@@ -55,6 +55,9 @@ class Rollouts(BaseModel):
     )
     rescue: Rescue | None = Field(
         None, description="answer prompts that all samples failed again, under a view (HDPO, KEPO)"
+    )
+    takeover: Takeover | None = Field(
+        None, description="of environments: somebody else plays a turn, and the student continues from there (SCoRe)"
     )
     experience: Experience | None = Field(
         None, description="a text that a model writes about a step's answers, for teachers' views to show (OEL)"
@@ -252,6 +255,47 @@ class Rescue(BaseModel):
     def shortest(self, prompt: Prompt) -> Prompt:
         """The prompt with an empty hint, to check lengths in advance."""
         return replace(prompt, fields={**prompt.fields, HINT: " "}) if self.hint is not None else prompt
+
+
+# --- The keys of `rollout.takeover`: episodes are played again up to a turn, which somebody else takes ---
+
+
+class Takeover(BaseModel):
+    """An episode begins with the turns of one that was played, up to a turn that the teacher or the environment's advice replaces."""
+
+    model_config = SETTINGS
+    turn: Literal["wrong"] | Positive = Field(
+        "wrong",
+        description="wrong: of an episode that failed, the first turn that is wrong; the new episode replaces it once it succeeds. "
+        "A number: this turn of every episode, which the new one replaces",
+    )
+    by: Literal["teacher", "environment"] = Field(
+        "teacher",
+        description="who finds the wrong turn and corrects it. teacher: the first turn in which its likeliest text differs; "
+        "environment: the first that is not in its advice",
+    )
+    rest: Literal["student", "teacher"] = Field("student", description="who plays the turns after that")
+    attempts: Positive = Field(5, le=1000, description="of turn wrong: corrections of one episode, one after the other")
+    threshold: float = Field(1.0, description="of turn wrong: the least reward of an episode that succeeded")
+
+    def mistakes(self, stage: Any) -> Iterable[str]:
+        if not stage.environments:
+            yield "there are no turns without an environment. Set rollout.environment, or use rescue."
+        if not stage.teachers and "teacher" in (self.by, self.rest):
+            yield "there is no teacher to play. Give one, or set by: environment and rest: student."
+        if stage.checkpoint.resume == "exact":
+            yield "turns are copied and not drawn again, so checkpoint.resume exact has nothing to compare them with. Set it to prefill."
+        if self.turn != "wrong" and changed(self) & {"attempts", "threshold"}:
+            yield f"attempts and threshold belong to turn: wrong, and turn is {self.turn}. Drop them."
+        for environment in stage.environments:
+            if self.by == "environment" and not environment.advises:
+                yield f"environment {environment.name} has no advice about turns. Set by: teacher."
+            if environment.effects == "outside":
+                yield f"environment {environment.name} has effects outside, so its turns cannot be played again. Drop the takeover."
+            if environment.history == "split":
+                yield f"environment {environment.name} has history split, and the turns are copied from whole episodes. Set it to keep."
+            if self.turn != "wrong" and self.turn > environment.turns:
+                yield f"turn {self.turn} of {environment.turns} turns in environment {environment.name}. Lower it."
 
 
 # --- The keys of `rollout.experience`: a text about a batch's answers, for teachers to read ---

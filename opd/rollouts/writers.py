@@ -5,14 +5,14 @@ The student writes what the other writers' shares leave. All answers go into the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 import numpy as np
 from pydantic import Field
 
-from opd.common.errors import TrainingError
+from opd.common.errors import DataError, TrainingError
 from opd.data.prompts import render_completion
 from opd.records import Author, Prompt, TokenSampler, Visit
 from opd.registry import Choice, Count, Family, Fraction, Positive, StageView
@@ -89,6 +89,10 @@ class Writer(Choice):
 
     def completion(self, visit: Visit, context: WriterContext) -> tuple[np.ndarray, bool] | None:
         """(response ids, whether they were cut off), or None if the answer is sampled."""
+        return None
+
+    def turns(self, prompt: Prompt) -> Sequence[str] | None:
+        """All turns of an episode, or None if they are sampled."""
         return None
 
     def sampler(self, source: str, context: WriterContext) -> TokenSampler | LoggingSampler:
@@ -189,6 +193,32 @@ class DataWriter(Writer):
         return context.completion(visit)
 
 
+class OracleWriter(Writer):
+    """The environment's oracle plays the episodes: demonstrations for behaviour cloning."""
+
+    name = "oracle"
+    author = "data"
+
+    def check(self, view: StageView) -> Iterable[str]:
+        yield from super().check(view)
+        if not view.environments:
+            yield "the oracle of an environment plays, and there is none. Set rollout.environment, or use data_share."
+        for environment in view.environments:
+            if not environment.has_oracle:
+                yield f"environment {environment.name} has no oracle that could play. Use an environment with one, or drop it."
+
+    def turns(self, prompt: Prompt) -> Sequence[str] | None:
+        found: Sequence[str] | None = prompt.environment.oracle(prompt) if prompt.environment is not None else None
+        if found is None:
+            raise DataError(
+                f"prompt {prompt.id!r}: its environment's oracle does not know it, or it has no environment."
+            )
+        return found
+
+    def sampler(self, source: str, context: WriterContext) -> TokenSampler | LoggingSampler:
+        return context.student  # which is asked for nothing: the episode ends after the oracle's turns
+
+
 class RejectedWriter(Writer):
     """The answer is the dataset's rejected one, from rows with `chosen` and `rejected`."""
 
@@ -222,7 +252,7 @@ class ReplayWriter(Writer):
                 f"replay with rollout.staleness {rollout.staleness}: which answers were trained on would depend on how fast sampling is. "
                 "Set staleness: 0."
             )
-        for key in ("rescue", "demonstrations", "experience", "contrast"):
+        for key in ("rescue", "takeover", "demonstrations", "experience", "contrast"):
             if getattr(rollout, key):
                 yield f"replay with rollout.{key}, which changes groups after they are written. Drop one of them."
         if view.retain is not None:
