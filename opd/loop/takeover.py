@@ -41,7 +41,7 @@ class Candidate:
 
 
 @dataclass(frozen=True)
-class Correction:
+class CorrectedTurn:
     """What replaces a turn of an episode."""
 
     turn: int  # from 0
@@ -128,13 +128,13 @@ def _name(maker: BatchMaker, one: Candidate, attempt: int) -> tuple[str, int]:
 
 def _corrections(
     maker: BatchMaker, spec: Takeover, candidates: Sequence[Candidate], attempt: int
-) -> dict[str, tuple[Candidate, Correction]]:
+) -> dict[str, tuple[Candidate, CorrectedTurn]]:
     """By the new rollout's id: what to correct. Candidates with nothing to correct are closed as they are.
 
     An earlier process may have begun some of them: the store has their corrections.
     """
     names = {_name(maker, one, attempt)[0]: one for one in candidates}
-    known: dict[str, Correction] = maker.ranks.share(partial(_stored, maker, list(names)))
+    known: dict[str, CorrectedTurn] = maker.ranks.share(partial(_stored, maker, list(names)))
     new = {name: one for name, one in names.items() if name not in known}
     by_teacher = _by_teacher(maker, spec, new) if spec.by == "teacher" else _by_advice(maker, spec, new)
     known |= by_teacher
@@ -144,7 +144,7 @@ def _corrections(
     return {name: (names[name], known[name]) for name in names if name in known}
 
 
-def _stored(maker: BatchMaker, names: Sequence[str]) -> dict[str, Correction]:
+def _stored(maker: BatchMaker, names: Sequence[str]) -> dict[str, CorrectedTurn]:
     entries = maker.store.entries
     known = [name for name in names if name in entries]
     ended = [name for name in known if entries[name].stop is not None]
@@ -152,23 +152,23 @@ def _stored(maker: BatchMaker, names: Sequence[str]) -> dict[str, Correction]:
     found = [*(maker.store.load(ended) if ended else ()), *(maker.store.partial(begun) if begun else ())]
     facts = {rollout.id: rollout.extras[TAKEOVER] for rollout in found}
     return {
-        name: Correction(said["turn"], np.array(said["ids"], dtype=np.int32), said["right"], said["wrong"])
+        name: CorrectedTurn(said["turn"], np.array(said["ids"], dtype=np.int32), said["right"], said["wrong"])
         for name, said in facts.items()
     }
 
 
-def _by_advice(maker: BatchMaker, spec: Takeover, candidates: Mapping[str, Candidate]) -> dict[str, Correction]:
+def _by_advice(maker: BatchMaker, spec: Takeover, candidates: Mapping[str, Candidate]) -> dict[str, CorrectedTurn]:
     """The first turn that is not in the environment's advice, or the turn that the recipe names, and the best advice for it."""
     found = {}
     for name, one in candidates.items():
         dialogue = maker.rollouter.dialogue(one.visit.prompt)
-        texts = turn_texts(one.last, dialogue)
+        texts = texts_of_turns(one.last, dialogue)
         turn = first_wrong(dialogue, one, texts) if spec.turn == "wrong" else spec.turn - 1
         if turn is None or turn >= len(texts):
             continue
         advice = dialogue.environment.advice(one.visit.prompt, texts[:turn])
         if advice:
-            found[name] = Correction(turn, dialogue.written(advice[0]), advice[0].strip(), texts[turn])
+            found[name] = CorrectedTurn(turn, dialogue.written(advice[0]), advice[0].strip(), texts[turn])
     return found
 
 
@@ -181,7 +181,7 @@ def first_wrong(dialogue: Dialogue, one: Candidate, texts: Sequence[str]) -> int
     return None
 
 
-def _by_teacher(maker: BatchMaker, spec: Takeover, candidates: Mapping[str, Candidate]) -> dict[str, Correction]:
+def _by_teacher(maker: BatchMaker, spec: Takeover, candidates: Mapping[str, Candidate]) -> dict[str, CorrectedTurn]:
     """The turns that the teacher writes in the place of each turn, likeliest tokens first; the first that differs is the correction.
 
     With a turn that the recipe names, it is sampled as the student's turns are.
@@ -192,16 +192,16 @@ def _by_teacher(maker: BatchMaker, spec: Takeover, candidates: Mapping[str, Cand
         turns = own_turns(one.last)
         wanted = range(len(turns)) if spec.turn == "wrong" else range(spec.turn - 1, min(spec.turn, len(turns)))
         requests += [(name, turn, _request(maker, spec, one, turn, turns[turn][0])) for turn in wanted]
-    found: dict[str, Correction] = {}
+    found: dict[str, CorrectedTurn] = {}
     for teacher, several in asked.items():
         requests_alone = [request for _, _, request in several]
         drawn = answers(maker.samplers.teacher(teacher), requests_alone, maker.rollouter.check_stop) if several else []
         for (name, turn, request), answer in zip(several, drawn, strict=True):
             dialogue = maker.rollouter.dialogue(candidates[name].visit.prompt)
             ids = answer.response_ids[request.start :]
-            right, wrong = turn_text(ids, dialogue), turn_texts(candidates[name].last, dialogue)[turn]
+            right, wrong = text_of_turn(ids, dialogue), texts_of_turns(candidates[name].last, dialogue)[turn]
             if name not in found and (spec.turn != "wrong" or right != wrong):
-                found[name] = Correction(turn, ids, right, wrong)
+                found[name] = CorrectedTurn(turn, ids, right, wrong)
     return found
 
 
@@ -218,15 +218,15 @@ def _request(maker: BatchMaker, spec: Takeover, one: Candidate, turn: int, first
     return SampleRequest(name, one.last.prompt_ids, key, sampling, prefix_ids=prefix, start=first)
 
 
-def turn_text(ids: np.ndarray, dialogue: Dialogue) -> str:
+def text_of_turn(ids: np.ndarray, dialogue: Dialogue) -> str:
     return response_text(ids, dialogue.tokenizer, dialogue.stop_ids).strip()
 
 
-def turn_texts(rollout: Rollout, dialogue: Dialogue) -> list[str]:
-    return [turn_text(rollout.response_ids[first:end], dialogue) for first, end in own_turns(rollout)]
+def texts_of_turns(rollout: Rollout, dialogue: Dialogue) -> list[str]:
+    return [text_of_turn(rollout.response_ids[first:end], dialogue) for first, end in own_turns(rollout)]
 
 
-def _planned(maker: BatchMaker, spec: Takeover, one: Candidate, correction: Correction, attempt: int) -> Planned:
+def _planned(maker: BatchMaker, spec: Takeover, one: Candidate, correction: CorrectedTurn, attempt: int) -> Planned:
     """The rollout that begins with the turns before the corrected one."""
     before = own_turns(one.last)[: correction.turn]
     given = [

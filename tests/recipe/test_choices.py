@@ -73,7 +73,7 @@ EXAMPLES: dict[str, dict[str, Any]] = {
     "surrogate.cispo": {"high": 1.0}, "surrogate.shaped": {"gamma": 0.2}, "surrogate.gspo": {"low": 0.01, "against": "proximal"},
     "correction.icepop": {"low": 0.1, "high": 3.0, "veto": 0.01}, "correction.tis": {"level": "sequence", "high": 5.0},
     "correction.mis": {"level": "geometric", "low": 0.9, "high": 1.1}, "correction.prefix": {"high": 1.5}, "correction.none": {"veto": 0.2},
-    "writer.student": {"share": 0.1}, "writer.mixed": {"share": 0.2}, "writer.teacher": {"share": 0.3}, "writer.data": {"share": 0.4}, "writer.rejected": {"samples": 1},
+    "writer.student": {"share": 0.1}, "writer.mixed": {"share": 0.2}, "writer.teacher": {"share": 0.3}, "writer.data": {"share": 0.4}, "writer.oracle": {"share": 0.4}, "writer.rejected": {"samples": 1},
     "writer.replay": {"share": 0.2, "capacity": 9, "least": 3},
     "curriculum.pass_rate": {"a": 2.0, "b": 0.5, "least": 0.2},
     "curriculum.kl": {"share": 0.3, "prefer": "near", "least": 0.3},
