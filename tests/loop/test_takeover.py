@@ -255,6 +255,7 @@ def test_an_interrupted_takeover_continues_with_its_correction(tmp_path: Path, m
         (["rollout.environment={kind: calculator, tool_calls: json}", "rollout.takeover.by=environment"], "has no advice"),
         (["rollout.environment.history=split"], "history split"),
         (["rollout.staleness=1"], "rollout.takeover"),
+        (["checkpoint.resume=exact"], "copied and not drawn again"),
         (["rollout.writers=[{kind: oracle, share: 1}]", "rollout.environment={kind: calculator, tool_calls: json}"], "no oracle that could play"),
         (["rollout.writers=[{kind: oracle, share: 1}]", "rollout.environment=null", "rollout.takeover=null"], "the oracle of an environment"),
     ],
