@@ -55,7 +55,7 @@ def test_an_old_name_is_the_module_of_today(old: str) -> None:
 
 
 def test_it_says_so_once_and_todays_names_say_nothing() -> None:
-    code = "import opd.types, opd.records, opd.loop.learner, opd.sampling.writers; import opd.types"
+    code = "import opd.types, opd.records, opd.rollouts.writers, opd.sampling.writers; import opd.types"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert found.stderr.count("opd.types is now opd.records: import it by that name.") == 1
     assert found.stderr.count("FutureWarning") == 2

@@ -113,9 +113,8 @@ def test_a_plan_warns_of_worked_solutions_as_references(tmp_path: Path) -> None:
 
 
 def test_a_plan_counts_no_more_tokens_than_a_step_has() -> None:
-    recipes = [
-        load_recipe("quickstart", [f"train.micro_tokens={size}", "rollout.prompts=4"]) for size in (5_000, 500_000)
-    ]
+    small = ["rollout.prompts=4", "eval.prompts=0"]
+    recipes = [load_recipe("quickstart", [f"train.micro_tokens={size}", *small]) for size in (5_000, 500_000)]
     assert len({make_plan(recipe)[0].memory["activations"] for recipe in recipes}) == 1
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib
 import re
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -49,12 +50,19 @@ LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 def imports_of(path: Path) -> set[str]:
     """Names under `opd` this file imports, wherever it does so; imports for type checkers count as well."""
     found = set()
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in parsed(path)[1]:
         if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "opd":
             found |= {node.module} if node.module != "opd" else {f"opd.{alias.name}" for alias in node.names}
         elif isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names if alias.name.split(".")[0] == "opd"}
     return found
+
+
+@cache
+def parsed(path: Path) -> tuple[ast.Module, list[ast.AST]]:
+    """A file's tree, and all its nodes."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    return tree, list(ast.walk(tree))
 
 
 def files() -> list[Path]:
@@ -97,7 +105,7 @@ def settings() -> list[type[BaseModel]]:
 
 def test_functions_fit_on_a_screen() -> None:
     for path in files():
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for node in parsed(path)[1]:
             if isinstance(node, ast.FunctionDef):
                 assert (node.end_lineno or 0) - node.lineno < 60, f"{path.name}:{node.name}"
 
@@ -107,7 +115,7 @@ def definitions() -> dict[str, list[str]]:
     found: dict[str, list[str]] = {}
     for path in files():
         name = path.relative_to(ROOT).as_posix()
-        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+        for node in parsed(path)[0].body:
             public = isinstance(node, (ast.ClassDef, ast.FunctionDef)) and not node.name.startswith("_")
             if public and name != "cli.py" and node.name != "main":
                 found.setdefault(node.name, []).append(name)
@@ -124,11 +132,12 @@ def test_no_code_asks_a_choice_what_it_is() -> None:
     chosen -= {kind.__name__ for kind in Choice.__mro__}
     named = {entry.split(".")[1] for entry in registry.CHOICES} | {f"{kind}.name" for kind in chosen}
     for path in files():
-        tree = ast.parse(path.read_text(encoding="utf-8"))
-        others = chosen - {node.name for node in ast.walk(tree) if isinstance(node, ast.ClassDef)}
-        asserted = {id(call) for node in ast.walk(tree) if isinstance(node, ast.Assert) for call in ast.walk(node)}
-        for node in ast.walk(tree):
-            if isinstance(node, ast.Call) and ast.unparse(node.func) == "isinstance" and id(node) not in asserted:
+        nodes = parsed(path)[1]
+        others = chosen - {node.name for node in nodes if isinstance(node, ast.ClassDef)}
+        asserted = {id(call) for node in nodes if isinstance(node, ast.Assert) for call in ast.walk(node)}
+        for node in nodes:
+            asks = isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "isinstance"
+            if isinstance(node, ast.Call) and asks and id(node) not in asserted:
                 assert not others & set(re.findall(r"\w+", ast.unparse(node.args[1]))), f"{path}:{node.lineno}"
             if isinstance(node, ast.Compare) and isinstance(node.left, ast.Attribute) and node.left.attr == "name":
                 sides = {ast.unparse(side).strip("'") for side in node.comparators}
