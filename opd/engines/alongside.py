@@ -44,7 +44,6 @@ from opd.store import RolloutStore
 from opd.store.log import TOKEN_COLUMNS
 from opd.store.rollouts import SamplerLog, folder_of
 
-
 T = TypeVar("T")
 
 
