@@ -654,6 +654,10 @@ def serve(
         float, typer.Option(min=0.1, help="Seconds within which a request has to arrive.")
     ] = 30.0,
     drain_seconds: Annotated[float, typer.Option(min=0.0, help="For the last answers after SIGTERM.")] = 60.0,
+    tinker: Annotated[
+        bool, typer.Option("--tinker", help="Serve the Tinker API: training clients over these.")
+    ] = False,
+    checkpoints: Annotated[Path, typer.Option(help="Of --tinker: saved states.")] = Path("tinker-checkpoints"),
 ) -> None:
     """Serve models as teachers: hidden states, log-probs and likeliest ids over HTTP."""
     from opd.common.http import to_stderr
@@ -661,7 +665,6 @@ def serve(
     from opd.serve.server import serve as start
     from opd.teachers.served import RequestLimits
 
-    limits = RequestLimits(max_bytes, max_tokens, max_sequences)
     settings = ServeSettings(
         host,
         port,
@@ -670,10 +673,11 @@ def serve(
         dtype.value if dtype else None,
         batch_tokens,
         waiting,
-        limits,
+        RequestLimits(max_bytes, max_tokens, max_sequences),
         request_seconds,
         drain_seconds,
         revision or (),
+        checkpoints if tinker else None,
     )
     start(models, adapter or (), settings, to_stderr)
 

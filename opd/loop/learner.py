@@ -428,6 +428,14 @@ class Optimiser:
         """This process's part of a whole tensor that belongs to a weight."""
         return tensor
 
+    def use(self, spec: Train) -> None:
+        """Update with other AdamW settings and another clip from now on. The kind of optimiser stays."""
+        self._spec = spec
+        for rule in self._rules:
+            for group in rule.param_groups:
+                decayed = group["params"][0].ndim > 1  # see OptimisedWeights.groups
+                group |= {"betas": spec.betas, "eps": spec.eps, "weight_decay": spec.weight_decay if decayed else 0.0}
+
     def step(self, step: int) -> float:
         """Apply the gradients of step `step` (counted from 1); returns the learning rate used."""
         rate = learning_rate(step, self._spec)

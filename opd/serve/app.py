@@ -18,7 +18,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from types import FrameType
-from typing import Any
+from typing import Any, Protocol
 
 import h11
 import uvicorn
@@ -52,6 +52,15 @@ class ServerState:
     open: int = 0  # accepted requests that are not answered yet
     answered: Counter[int] = field(default_factory=Counter)  # status -> requests
     sent: int = 0  # bytes of answers
+
+
+class Receiver(Protocol):
+    """What limits a request, and says whether any is open: the state of any server here."""
+
+    limits: RequestLimits
+    body_seconds: float
+    draining: bool
+    open: int
 
 
 def make_app(front: ServerState) -> FastAPI:
@@ -100,7 +109,7 @@ def make_app(front: ServerState) -> FastAPI:
         kind = request.headers.get("content-type", FRAME).partition(";")[0].strip().lower()
         if kind not in KINDS:
             raise WireError(415, f"a body of type {plain(kind, 80)!r}; send {' or '.join(KINDS)}")
-        body = await _body(request, front)
+        body = await read_body(request, front)
         asked = await asyncio.to_thread(
             read_question, body, kind, front.limits, model.rows, model.model.size, model.context
         )
@@ -195,7 +204,7 @@ class RequestGuard:
         return hmac.compare_digest(token.strip(), self._token) and scheme.lower() == b"bearer"
 
 
-async def _body(request: Request, front: ServerState) -> bytes:
+async def read_body(request: Request, front: Receiver) -> bytes:
     """Read a body in time and within its limit, whatever its headers say."""
     parts, size = [], 0
     try:
@@ -332,7 +341,7 @@ class TimeLimitedProtocol(H11Protocol):
 class DrainingServer(uvicorn.Server):
     """The first signal drains, a second one ends the process."""
 
-    def __init__(self, config: Any, front: ServerState, seconds: float) -> None:
+    def __init__(self, config: Any, front: Receiver, seconds: float) -> None:
         super().__init__(config)
         self._front, self._seconds, self._deadline = front, seconds, float("inf")
 
@@ -357,7 +366,7 @@ def allow_connections(wanted: int = CONNECTIONS + 1024) -> None:
 
 
 def run_until_signal(
-    app: Any, front: ServerState, listening: socket.socket, request_seconds: float, drain_seconds: float
+    app: Any, front: Receiver, listening: socket.socket, request_seconds: float, drain_seconds: float
 ) -> None:
     config = uvicorn.Config(
         app,

@@ -9,7 +9,7 @@ import importlib.util
 import re
 import secrets
 import socket
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,7 +20,7 @@ from opd.common.text import plain
 from opd.teachers.served import RequestLimits
 
 if TYPE_CHECKING:
-    from opd.serve.models import ServedModel
+    from opd.models.language_model import LanguageModel
 
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
@@ -41,6 +41,7 @@ class ServeSettings:
     body_seconds: float = 30.0
     drain_seconds: float = 60.0
     revisions: Sequence[str] = ()  # NAME=COMMIT
+    checkpoints: Path | None = None  # serve the Tinker API, and save its checkpoints there
 
 
 def serve(models: Sequence[str], adapters: Sequence[str], settings: ServeSettings, say: Callable[[str], None]) -> None:
@@ -49,18 +50,43 @@ def serve(models: Sequence[str], adapters: Sequence[str], settings: ServeSetting
         raise UserError(f"serving needs {' and '.join(missing)}: pip install 'opd[serve]'.")
     named = served_names(models, adapters)
     revisions = _revisions(settings.revisions, named)
-    token = secrets.token_urlsafe(32) if settings.token_env is None else token_of(settings.token_env, "this server")
-    assert token is not None
+    if settings.checkpoints is None:
+        token = secrets.token_urlsafe(32) if settings.token_env is None else token_of(settings.token_env, "this server")
+        assert token is not None
+    else:
+        from opd.serve.tinker.start import run_tinker, tinker_tokens
+
+        tokens = tinker_tokens(settings.token_env)
+        token = tokens[0]
     listening = _listen(settings)
-    served = _load(named, revisions, settings, say)
+    loaded = _load(named, revisions, settings, say)
     from opd.serve.app import BACKLOG, ServerState, make_app, run_until_signal
-    from opd.serve.models import ScoringThread
+
+    def ready() -> None:
+        listening.listen(BACKLOG)
+        _announce(listening.getsockname()[1], loaded, token, settings, say)
+
+    if settings.checkpoints is not None:
+        run_tinker(loaded, named, tokens, settings.checkpoints, listening, settings, ready)
+        return
+    from opd.serve.models import ScoringThread, ServedModel
+
+    served = {name: ServedModel(name, model, settings.batch_tokens) for name, model in loaded.items()}
 
     most = 64 * settings.limits.tokens
     worker = ScoringThread(served, batch_tokens=settings.batch_tokens, waiting=settings.waiting, tokens=most)
     front = ServerState(served, worker, token, settings.limits, settings.body_seconds)
-    listening.listen(BACKLOG)
-    port = listening.getsockname()[1]
+    ready()
+    try:
+        run_until_signal(make_app(front), front, listening, settings.body_seconds, settings.drain_seconds)
+    finally:
+        worker.close()
+    say("every request that was accepted has been answered")
+
+
+def _announce(
+    port: int, models: Iterable[str], token: str, settings: ServeSettings, say: Callable[[str], None]
+) -> None:
     if not LOOPBACK.fullmatch(settings.host):
         say(
             f"WARNING: listening on {settings.host}, beyond this machine, without encryption: anybody who can read the traffic has "
@@ -69,12 +95,7 @@ def serve(models: Sequence[str], adapters: Sequence[str], settings: ServeSetting
     if settings.token_env is None:
         say(f"token: {token}")
     host = f"[{settings.host}]" if ":" in settings.host else settings.host
-    say(f"serving {', '.join(served)} at http://{host}:{port}")
-    try:
-        run_until_signal(make_app(front), front, listening, settings.body_seconds, settings.drain_seconds)
-    finally:
-        worker.close()
-    say("every request that was accepted has been answered")
+    say(f"serving {', '.join(models)} at http://{host}:{port}")
 
 
 def served_names(models: Sequence[str], adapters: Sequence[str]) -> dict[str, str]:
@@ -115,11 +136,10 @@ def _revisions(texts: Sequence[str], named: Mapping[str, str]) -> dict[str, str]
 
 def _load(
     named: Mapping[str, str], revisions: Mapping[str, str], settings: ServeSettings, say: Callable[[str], None]
-) -> dict[str, ServedModel]:
+) -> dict[str, LanguageModel]:
     """Load each model once, under all its names."""
     from opd.models import load_model
     from opd.runner.checks import pick_device
-    from opd.serve.models import ServedModel
 
     device = str(pick_device(settings.device))
     dtype = settings.dtype or ("float32" if device == "cpu" else "bfloat16")
@@ -131,7 +151,7 @@ def _load(
         if same not in loaded:
             say(f"loading {plain(model, 200)} ({dtype}, {device})")
             loaded[same] = load_model(model, dtype=dtype, device=device, revision=revisions.get(name))
-        served[name] = ServedModel(name, loaded[same], settings.batch_tokens)
+        served[name] = loaded[same]
     return served
 
 

@@ -1,0 +1,600 @@
+"""Sessions, training clients, samplers and futures of the Tinker API. One thread computes; this is the order it keeps.
+
+Requests of one training client run by their `seq_id`, which counts from 1, whatever order they arrive in. Samples that wait for the
+same weights are drawn together. Every result is a future: its id says whose it is, and nobody else can ask for it.
+
+A request that fails leaves everything as it was, with one consequence: if a forward_backward failed, the gradients of its update are
+incomplete, so the next optim_step drops them and fails, too. After that the client can be used again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import secrets
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from opd.common.errors import OpdError
+from opd.common.text import first_line, plain
+from opd.models.language_model import LanguageModel
+from opd.models.lora import find_targets, require_peft
+from opd.models.settings import Lora
+from opd.serve.tinker.checkpoints import SavedState, Checkpoints, SavedClient
+from opd.serve.tinker.losses import loss_named
+from opd.serve.tinker.requests import (
+    LoadBody,
+    LoraBody,
+    NewModel,
+    NewSampler,
+    OptimStep,
+    SampleBody,
+    Save,
+    SaveForSampler,
+)
+from opd.serve.tinker.sampling import BaseSampler, Placed, SampleQuestion
+from opd.serve.tinker.training import WEIGHTS, TrainedModel
+from opd.serve.tinker.wire import LossRow, loss_config, loss_message
+from opd.teachers.served import RequestLimits, WireError
+
+log = logging.getLogger(__name__)
+
+ORDER_SECONDS = 300.0  # how long requests wait for an earlier one that has not arrived
+SESSION_SECONDS = 900.0  # without a sign of life
+RESULT_SECONDS = 600.0  # how long a result that was fetched can be fetched again
+CLIENTS = 64  # training clients at once
+TICK = 1.0
+ALPHA = 32.0  # of LoRA, as in the service
+ATTENTION = ("attn", "attention", "mixer", "ssm")  # what names of attention layers contain
+HEAD_NOTE = "LoRA adapters go on all linear layers but the output head: train_unembed has no effect on this server."
+
+Result = bytes | dict[str, Any]
+
+
+@dataclass(frozen=True, eq=False)
+class ServedBase:
+    """A base model. `names`: its name here, and what it was loaded from. `tokenizer`: where the SDK finds the tokenizer."""
+
+    name: str
+    address: str
+    model: LanguageModel
+    digest: str
+    sampler: BaseSampler
+    tokenizer: str
+
+
+@dataclass(frozen=True, eq=False)
+class SamplerWeights:
+    """What a sampler answers with. `key` None: the base's own weights."""
+
+    base: ServedBase
+    key: str | None = None
+    client: SavedClient | None = None
+    read: Callable[[], Mapping[str, Tensor]] | None = None
+    path: str | None = None
+
+
+@dataclass(eq=False)
+class Session:
+    """What one client process made. `futures`: ids of its requests."""
+
+    id: str
+    owner: str
+    seen: float
+    clients: dict[str, TrainingClient] = field(default_factory=dict)
+    samplers: dict[str, SamplerWeights] = field(default_factory=dict)
+    futures: set[str] = field(default_factory=set)
+    files: list[Path] = field(default_factory=list)
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(eq=False)
+class TrainingClient:
+    """`waiting`: requests that arrived before an earlier one. `broken`: why the gradients so far are incomplete."""
+
+    id: str
+    base: ServedBase
+    lora: LoraBody | None
+    metadata: Mapping[str, Any]
+    model: TrainedModel | None = None
+    next: int = 1
+    waiting: dict[int, QueuedRequest] = field(default_factory=dict)
+    digests: dict[int, bytes] = field(default_factory=dict)
+    broken: str | None = None
+    used: float = field(default_factory=time.time)
+
+    @property
+    def rank(self) -> int:
+        return 0 if self.lora is None else self.lora.rank
+
+    def ready(self) -> TrainedModel:
+        if self.model is None:
+            raise WireError(400, f"{self.id} was not created")
+        return self.model
+
+    def saved(self) -> SavedClient:
+        lora = self.lora or LoraBody(rank=0)
+        updates = self.ready().optimiser.updates
+        metadata = dict(self.metadata)
+        return SavedClient(
+            self.base.name, self.base.digest, lora.rank, lora.train_attn, lora.train_mlp, updates, metadata
+        )
+
+
+@dataclass(eq=False)
+class QueuedRequest:
+    """One request. `run` computes its result, unless it is a sample: then `question` and `weights` say what is drawn, and others
+    for the same weights may join it.
+    """
+
+    id: str
+    run: Callable[[], Result]
+    answer: Future[Result] = field(default_factory=Future)
+    since: float = field(default_factory=time.monotonic)
+    fetched: float | None = None
+    digest: bytes = b""
+    question: SampleQuestion | None = None
+    weights: SamplerWeights | None = None
+
+
+class Service:
+    """`waiting`: requests that may wait at once."""
+
+    def __init__(
+        self, bases: Mapping[str, ServedBase], checkpoints: Checkpoints, limits: RequestLimits, batch_tokens: int, waiting: int
+    ) -> None:  # fmt: skip
+        self.bases, self.checkpoints, self.limits = bases, checkpoints, limits
+        self._batch_tokens, self._most = batch_tokens, waiting
+        self._sessions: dict[str, Session] = {}
+        self._jobs: dict[str, tuple[Session, QueuedRequest]] = {}
+        self._queue: deque[QueuedRequest] = deque()
+        self._changed = threading.Condition(threading.RLock())
+        self._closed = False
+        self._carriers: dict[Any, TrainedModel] = {}  # adapters over a base, to merge saved ones
+        self._thread = threading.Thread(target=self._work, name="tinker", daemon=True)
+        self._thread.start()
+
+    @property
+    def length(self) -> int:
+        return sum(not job.answer.done() for _, job in list(self._jobs.values()))
+
+    def close(self) -> None:
+        """Stop after the request that runs now. Nobody can fetch the results of others any more."""
+        with self._changed:
+            self._closed = True
+            self._queue.clear()
+            self._changed.notify()
+        self._thread.join()
+        self.checkpoints.close()
+
+    # Sessions
+
+    def open_session(self, owner: str, metadata: Mapping[str, Any]) -> Session:
+        with self._changed:
+            session = Session(f"s{secrets.token_hex(12)}", owner, time.monotonic(), metadata=metadata)
+            self._sessions[session.id] = session
+            return session
+
+    def session(self, owner: str, name: str) -> Session:
+        with self._changed:
+            found = self._sessions.get(name)
+            if found is None or found.owner != owner:
+                raise WireError(404, f"there is no session {plain(name, 80)!r}; it ended, or the server was restarted")
+            found.seen = time.monotonic()
+            return found
+
+    def end_session(self, owner: str, name: str) -> None:
+        with self._changed:
+            self._drop(self.session(owner, name))
+
+    def _drop(self, session: Session) -> None:
+        """Free what a session holds: clients, samplers, futures. Saved checkpoints stay."""
+        self._sessions.pop(session.id, None)
+        for name in session.futures:
+            _, job = self._jobs.pop(name)
+            job.answer.cancel()
+        for file in session.files:
+            file.unlink(missing_ok=True)
+
+    def base(self, name: str) -> ServedBase:
+        found = self.bases.get(name) or next((base for base in self.bases.values() if base.address == name), None)
+        if found is None:
+            raise WireError(404, f"no model {plain(name, 100)!r} here; there are {', '.join(self.bases)}")
+        return found
+
+    # Training clients
+
+    def client(self, owner: str, name: str) -> tuple[Session, TrainingClient]:
+        session, _, number = name.partition(":train:")
+        with self._changed:
+            found = self._sessions.get(session)
+            if not number or found is None or found.owner != owner or name not in found.clients:
+                raise WireError(
+                    404, f"there is no training client {plain(name, 100)!r}; it ended, or the server was restarted"
+                )
+            found.seen = time.monotonic()
+            found.clients[name].used = time.time()
+            return found, found.clients[name]
+
+    def create(self, owner: str, body: NewModel) -> QueuedRequest:
+        with self._changed:
+            session = self.session(owner, body.session_id)
+            name = f"{session.id}:train:{body.model_seq_id}"
+            if name in session.clients:
+                return self._jobs[f"{name}:0"][1]
+            if body.optimizer_config.get("type") != "adamw":
+                raise WireError(
+                    400, f"optimizer {plain(body.optimizer_config.get('type'), 40)!r}: only adamw is served"
+                )
+            base, lora = self.base(body.base_model), body.lora_config
+            if lora is not None and lora.rank == 0:
+                lora = None
+            if lora is not None and not (lora.train_mlp or lora.train_attn):
+                raise WireError(400, "adapters on the output head alone are not served: set train_mlp or train_attn")
+            if sum(len(each.clients) for each in self._sessions.values()) >= CLIENTS:
+                raise WireError(400, f"there are {CLIENTS} training clients already; close one first")
+            client = TrainingClient(name, base, lora, dict(body.user_metadata or {}))
+
+            def make() -> Result:
+                settings = None if lora is None else self._lora(base, lora)
+                client.model = TrainedModel(base.model, settings, lora.seed if lora else None, self._batch_tokens)
+                return {"model_id": name, "type": "create_model"}
+
+            job = self._submit(session, QueuedRequest(f"{name}:0", make))
+            session.clients[name] = client
+            self._enqueue(job)
+            return job
+
+    def unload(self, owner: str, name: str) -> QueuedRequest:
+        session, client = self.client(owner, name)
+        job = QueuedRequest(f"{name}:unload:{secrets.token_hex(4)}", lambda: {"model_id": name, "type": "unload_model"})
+        with self._changed:
+            session.clients.pop(client.id, None)
+            self._submit(session, job)
+            self._enqueue(job)
+        return job
+
+    def _lora(self, base: ServedBase, body: LoraBody) -> Lora:
+        require_peft("a LoRA client")
+        lora = Lora(rank=body.rank, alpha=ALPHA)
+        if body.train_mlp and body.train_attn:
+            return lora
+        targets = find_targets(base.model.module, base.model.head, lora)
+        names = [*targets.modules, *targets.parameters]
+        chosen = [name for name in names if any(part in name for part in ATTENTION) == body.train_attn]
+        if not chosen:
+            raise WireError(400, f"{base.name} has no such layers: attention and MLP are told apart by their names")
+        return lora.model_copy(update={"targets": chosen})
+
+    def ordered(
+        self, owner: str, name: str, seq_id: int, body: bytes, run: Callable[[Session, TrainingClient], Result]
+    ) -> QueuedRequest:
+        """Run a request of a training client when its turn comes. The same request twice is one request."""
+        with self._changed:
+            session, client = self.client(owner, name)
+            digest = hashlib.sha256(body).digest()
+            future = f"{name}:{seq_id}"
+            if seq_id < 1:
+                raise WireError(400, f"seq_id {seq_id}: the first request has 1")
+            if seq_id in client.digests or seq_id < client.next:
+                if client.digests.get(seq_id) != digest:
+                    raise WireError(400, f"seq_id {seq_id} of {name} was used by another request")
+                if future not in self._jobs:
+                    raise WireError(410, f"the result of request {seq_id} was fetched and is gone")
+                return self._jobs[future][1]
+            job = QueuedRequest(future, lambda: run(session, client))
+            self._submit(session, job)
+            client.digests[seq_id] = digest
+            client.waiting[seq_id] = job
+            self._release(client)
+            return job
+
+    def _release(self, client: TrainingClient) -> None:
+        while client.next in client.waiting:
+            self._enqueue(client.waiting.pop(client.next))
+            client.next += 1
+
+    def passes(self, owner: str, message: Mapping[str, Any], rows: list[LossRow], body: bytes) -> QueuedRequest:
+        forward_only, name = bool(message.get("forward_only")), str(message.get("model_id", ""))
+
+        def run(session: Session, client: TrainingClient) -> Result:
+            try:
+                loss = loss_named(
+                    message.get("loss_fn", ""),
+                    loss_config(message),
+                    lambda teacher: self._teacher(session, client, teacher),
+                )
+                client.ready().check(rows, loss)
+                return loss_message(*client.ready().passes(rows, loss, backward=not forward_only))
+            except BaseException as error:
+                if not forward_only:
+                    client.broken = first_line(error)
+                raise
+
+        return self.ordered(owner, name, int(message.get("seq_id", 0)), body, run)
+
+    def _teacher(self, session: Session, client: TrainingClient, name: str) -> LanguageModel:
+        weights = self.weights_of(session.owner, None if name.startswith("tinker://") else name, name)
+        teacher = weights.base.model if weights.key is None else self._placed(weights).model
+        from opd.models.tokenizers import fingerprint
+
+        if fingerprint(teacher.tokenizer) != fingerprint(client.base.model.tokenizer):
+            raise WireError(400, f"teacher {plain(name, 100)!r} has another tokenizer than {client.base.name}")
+        return teacher
+
+    def fail_in_turn(
+        self, owner: str, asked: Mapping[str, Any], body: bytes, error: WireError, trains: bool
+    ) -> QueuedRequest:
+        """A request that cannot run takes its turn all the same, so that later ones do not wait for it."""
+        name, seq_id = asked.get("model_id"), asked.get("seq_id")
+        if not isinstance(name, str) or not isinstance(seq_id, int):
+            raise error
+
+        def run(session: Session, client: TrainingClient) -> Result:
+            if trains:
+                client.broken = str(error)
+            raise error
+
+        return self.ordered(owner, name, seq_id, body, run)
+
+    def optim_step(self, owner: str, body: OptimStep, raw: bytes) -> QueuedRequest:
+        def run(session: Session, client: TrainingClient) -> Result:
+            broken, client.broken = client.broken, None
+            if broken is not None:
+                client.ready().optimiser.discard()
+                raise WireError(
+                    400, f"a forward_backward before this optim_step failed, so its gradients were dropped: {broken}"
+                )
+            return {"metrics": client.ready().update(body.adam_params.settings())}
+
+        return self.ordered(owner, body.model_id, body.seq_id, raw, run)
+
+    # Checkpoints
+
+    def save(self, owner: str, body: Save, raw: bytes) -> QueuedRequest:
+        def run(session: Session, client: TrainingClient) -> Result:
+            name = body.path or f"step-{client.ready().optimiser.updates:06d}"
+            found = self.checkpoints.save(
+                owner, client.id, "weights", name, client.ready().state(), client.saved(), overwrite=body.overwrite,
+                seconds=body.ttl_seconds, user_metadata=body.user_metadata,
+            )  # fmt: skip
+            return {"path": found.path, "type": "save_weights"}
+
+        return self.ordered(owner, body.model_id, body.seq_id, raw, run)
+
+    def save_for_sampler(self, owner: str, body: SaveForSampler, raw: bytes) -> QueuedRequest:
+        def run(session: Session, client: TrainingClient) -> Result:
+            tensors = {WEIGHTS + name: tensor for name, tensor in client.ready().weights().items()}
+            if body.path is not None:
+                found = self.checkpoints.save(
+                    owner, client.id, "sampler_weights", body.path, tensors, client.saved(),
+                    seconds=body.ttl_seconds, user_metadata=body.user_metadata,
+                )  # fmt: skip
+                return {"path": found.path, "type": "save_weights_for_sampler"}
+            file = self.checkpoints.keep_live(tensors)
+            weights = SamplerWeights(client.base, str(file), client.saved(), lambda: _tensors_of(file))
+            with self._changed:
+                session.files.append(file)
+                number = body.sampling_session_seq_id or 0
+                name = self._add_sampler(session, f"{number}:{client.id}:{body.seq_id}", weights)
+            return {"sampling_session_id": name, "type": "save_weights_for_sampler"}
+
+        return self.ordered(owner, body.model_id, body.seq_id, raw, run)
+
+    def load(self, owner: str, body: LoadBody, raw: bytes) -> QueuedRequest:
+        def run(session: Session, client: TrainingClient) -> Result:
+            found = self.checkpoints.find(owner, body.path)
+            saved = found.client
+            same = (saved.base_hash, saved.rank) == (client.base.digest, client.rank)
+            if not same:
+                raise WireError(
+                    400,
+                    f"{found.path} is of {saved.base}, rank {saved.rank}; this client is of {client.base.name}, rank {client.rank}",
+                )
+            client.ready().restore(found.tensors(), saved.updates, body.optimizer)
+            client.broken = None
+            return {"path": found.path, "model_id": client.id, "type": "load_weights"}
+
+        return self.ordered(owner, body.model_id, body.seq_id, raw, run)
+
+    # Samplers
+
+    def create_sampler(self, owner: str, body: NewSampler) -> str:
+        with self._changed:
+            session = self.session(owner, body.session_id)
+            weights = self.weights_of(owner, body.base_model, body.model_path)
+            return self._add_sampler(session, str(body.sampling_session_seq_id), weights)
+
+    def _add_sampler(self, session: Session, suffix: str, weights: SamplerWeights) -> str:
+        name = f"{session.id}:sample:{suffix}"
+        session.samplers[name] = weights
+        return name
+
+    def weights_of(self, owner: str, base: str | None, path: str | None) -> SamplerWeights:
+        if path is None or not path.startswith("tinker://"):
+            if base is None:
+                raise WireError(400, "a sampler needs base_model or model_path")
+            return SamplerWeights(self.base(base))
+        found: SavedState = self.checkpoints.find(owner, path)
+        of = next((each for each in self.bases.values() if each.digest == found.client.base_hash), None)
+        if of is None:
+            raise WireError(404, f"{found.path} was trained from {found.client.base}, which is not served here")
+        if base is not None and self.base(base).digest != of.digest:
+            raise WireError(400, f"{found.path} was trained from {found.client.base}, not from {plain(base, 100)}")
+        return SamplerWeights(of, found.path + found.digest, found.client, found.tensors, found.path)
+
+    def sampler(self, owner: str, name: str) -> tuple[Session, SamplerWeights]:
+        with self._changed:
+            session = self._sessions.get(name.partition(":sample:")[0])
+            if session is None or session.owner != owner or name not in session.samplers:
+                raise WireError(
+                    404, f"there is no sampler {plain(name, 100)!r}; its session ended, or the server was restarted"
+                )
+            session.seen = time.monotonic()
+            return session, session.samplers[name]
+
+    def sample(self, owner: str, body: SampleBody, raw: bytes) -> tuple[QueuedRequest, list[str]]:
+        if body.sampling_session_id is None:
+            raise WireError(400, "sampling_session_id is missing; make a sampling client")
+        name = body.sampling_session_id
+        session, weights = self.sampler(owner, name)
+        model = weights.base.model
+        question = body.question(model.context, model.size, model.stop_ids, self.limits)
+        digest = hashlib.sha256(raw).digest()
+        with self._changed:
+            future = f"{name}:{secrets.token_hex(6) if body.seq_id is None else body.seq_id}"
+            if future in self._jobs:  # sent again because its answer was lost
+                job = self._jobs[future][1]
+                if job.digest != digest:
+                    raise WireError(400, f"seq_id {body.seq_id} of {name} was used by another request")
+            else:
+                job = QueuedRequest(future, dict, digest=digest, question=question, weights=weights)
+                self._submit(session, job)
+                self._enqueue(job)
+        return job, [f"{future}:{number}" for number in range(body.num_samples)]
+
+    def _placed(self, weights: SamplerWeights) -> Placed:
+        if weights.key is None:
+            return weights.base.sampler.of_base()
+        return weights.base.sampler.of(weights.key, lambda: self._merged(weights))
+
+    def _merged(self, weights: SamplerWeights) -> Mapping[str, Tensor]:
+        """All tensors of the base model, with what was trained."""
+        assert weights.read is not None
+        assert weights.client is not None
+        tensors, client = weights.read(), weights.client
+        if client.rank == 0:
+            return {name.removeprefix(WEIGHTS): tensor for name, tensor in tensors.items() if name.startswith(WEIGHTS)}
+        body = LoraBody(rank=client.rank, train_attn=client.attention, train_mlp=client.mlp)
+        key = (weights.base.name, client.rank, client.attention, client.mlp)
+        if key not in self._carriers:
+            self._carriers[key] = TrainedModel(
+                weights.base.model, self._lora(weights.base, body), 0, self._batch_tokens
+            )
+        self._carriers[key].restore(tensors, 0, optimiser=False)
+        return self._carriers[key].model.weights(0).tensors
+
+    # Futures
+
+    def future(self, owner: str, name: str) -> QueuedRequest:
+        with self._changed:
+            session, job = self._jobs.get(name, (None, None))
+            if session is None or job is None or session.owner != owner:
+                raise WireError(
+                    404, f"there is no future {plain(name, 120)!r}; its session ended, or the server was restarted"
+                )
+            session.seen = time.monotonic()
+            return job
+
+    def cancel(self, owner: str, name: str) -> None:
+        self.future(owner, name).answer.cancel()
+
+    def _submit(self, session: Session, job: QueuedRequest) -> QueuedRequest:
+        if self._closed:
+            raise WireError(503, "the server is shutting down")
+        if self.length >= self._most:
+            raise WireError(429, "too many requests are waiting; ask again later")
+        self._jobs[job.id] = session, job
+        session.futures.add(job.id)
+        return job
+
+    def _enqueue(self, job: QueuedRequest) -> None:
+        self._queue.append(job)
+        self._changed.notify()
+
+    # The thread that computes
+
+    def _work(self) -> None:
+        while (jobs := self._next()) is not None:
+            live = [job for job in jobs if job.answer.set_running_or_notify_cancel()]
+            if live and live[0].question is not None:
+                self._finish_samples(live)
+            elif live:
+                self._finish(live[0])
+
+    def _next(self) -> Sequence[QueuedRequest] | None:
+        """The request that has waited longest, and samples that can be drawn with it; None: stop."""
+        with self._changed:
+            while not self._queue:
+                self._tidy()
+                if self._queue:
+                    break
+                if self._closed:
+                    return None
+                self._changed.wait(TICK)
+            first = self._queue.popleft()
+            if first.question is None or first.weights is None:
+                return [first]
+            others = [job for job in self._queue if job.question is not None and _same(job.weights, first.weights)]
+            taken = set(map(id, others))
+            self._queue = deque(job for job in self._queue if id(job) not in taken)
+            return [first, *others]
+
+    def _finish_samples(self, jobs: Sequence[QueuedRequest]) -> None:
+        first = jobs[0].weights
+        assert first is not None
+        questions = [job.question for job in jobs if job.question is not None]
+        try:
+            answers = self._placed(first).answers(questions)
+        except BaseException as error:
+            for job in jobs:
+                job.answer.set_exception(error)
+            return
+        for job, answer in zip(jobs, answers, strict=True):
+            job.answer.set_result(answer.message())
+
+    def _finish(self, job: QueuedRequest) -> None:
+        try:
+            job.answer.set_result(job.run())
+        except BaseException as error:
+            if not isinstance(error, OpdError):
+                log.warning("request %s failed", job.id, exc_info=error)
+            job.answer.set_exception(error)
+
+    def _tidy(self) -> None:
+        """Give up on requests that never arrived, on sessions without a sign of life, and on results that were fetched."""
+        now = time.monotonic()
+        for session in list(self._sessions.values()):
+            for client in session.clients.values():
+                oldest = min((job.since for job in client.waiting.values()), default=now)
+                if now - oldest > ORDER_SECONDS:
+                    self._skip(client)
+            open_jobs = any(not self._jobs[name][1].answer.done() for name in session.futures)
+            if now - session.seen > SESSION_SECONDS and not open_jobs:
+                self._drop(session)
+        for name, (session, job) in list(self._jobs.items()):
+            if job.fetched is not None and now - job.fetched > RESULT_SECONDS:
+                del self._jobs[name]
+                session.futures.discard(name)
+
+    def _skip(self, client: TrainingClient) -> None:
+        missing = client.next
+        client.broken = f"request {missing} never arrived"
+        for job in client.waiting.values():
+            if job.answer.set_running_or_notify_cancel():
+                job.answer.set_exception(WireError(400, f"request {missing} of {client.id} never arrived"))
+        client.next = max(client.waiting) + 1
+        client.waiting.clear()
+
+    def runs(self, owner: str) -> Iterator[tuple[Session, TrainingClient]]:
+        with self._changed:
+            found = [(session, client) for session in self._sessions.values() for client in session.clients.values()]
+        return ((session, client) for session, client in found if session.owner == owner)
+
+
+def _same(one: SamplerWeights | None, other: SamplerWeights | None) -> bool:
+    return one is not None and other is not None and one.base is other.base and one.key == other.key
+
+
+def _tensors_of(file: Path) -> Mapping[str, Tensor]:
+    from safetensors.torch import load_file
+
+    return dict(load_file(file))
