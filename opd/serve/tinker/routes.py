@@ -24,7 +24,7 @@ from starlette.exceptions import HTTPException as PlainHTTPException
 from opd.common.errors import OpdError
 from opd.common.text import first_line, plain
 from opd.serve.app import read_body
-from opd.serve.tinker.checkpoints import SavedState, SavedClient
+from opd.serve.tinker.checkpoints import SavedClient, SavedState
 from opd.serve.tinker.requests import (
     Cancel,
     LoadBody,

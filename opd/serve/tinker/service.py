@@ -28,7 +28,7 @@ from opd.common.text import first_line, plain
 from opd.models.language_model import LanguageModel
 from opd.models.lora import find_targets, require_peft
 from opd.models.settings import Lora
-from opd.serve.tinker.checkpoints import SavedState, Checkpoints, SavedClient
+from opd.serve.tinker.checkpoints import Checkpoints, SavedClient, SavedState
 from opd.serve.tinker.losses import loss_named
 from opd.serve.tinker.requests import (
     LoadBody,
