@@ -536,6 +536,7 @@ CHOICES: dict[str, str] = {
     "shares.gap": "opd.data.stream:GapShares",
     "curriculum.pass_rate": "opd.data.stream:PassRate",
     "curriculum.kl": "opd.data.stream:TeacherDistance",
+    "curriculum.overlap": "opd.data.stream:TopOverlap",
     "select.flat": "opd.data.stream:Flattened",
     "select.score": "opd.data.stream:ScoreBetween",
     "module.head": "opd.models.modules:ValueHead",

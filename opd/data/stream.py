@@ -441,11 +441,19 @@ class Curriculum(Choice):
         description="chance of a prompt that the curriculum does not want, so that it is measured again",
     )
 
+    @property
+    def compared(self) -> int:
+        """How many of the likeliest ids of student and teacher it compares; 0: it does not go by their overlap."""
+        return 0
+
     @abstractmethod
     def measures(
-        self, rollouts: Sequence[Rollout], rewards: Mapping[str, float | None], kl: Mapping[str, float]
+        self, rollouts: Sequence[Rollout], rewards: Mapping[str, float | None], means: Mapping[str, float]
     ) -> dict[str, float]:
-        """The measure of the prompts of a step, by id. `kl`: nats per token of each rollout, where a teacher scored it."""
+        """The measure of the prompts of a step, by id.
+
+        `means`: by rollout that a teacher scored, the mean of its tokens' |reverse KL|, or of the overlap if `compared` is not 0.
+        """
         raise NotImplementedError
 
     @abstractmethod
@@ -475,7 +483,7 @@ class PassRate(Curriculum):
         return Needs(rewards=True)
 
     def measures(
-        self, rollouts: Sequence[Rollout], rewards: Mapping[str, float | None], kl: Mapping[str, float]
+        self, rollouts: Sequence[Rollout], rewards: Mapping[str, float | None], means: Mapping[str, float]
     ) -> dict[str, float]:
         right: dict[str, list[bool]] = {}
         for rollout in {rollout.episode: rollout for rollout in rollouts}.values():
@@ -498,18 +506,18 @@ class TeacherDistance(Curriculum):
     """Prefers prompts on whose answers student and teacher differ most, or least. Needs no verifier."""
 
     name = "kl"
-    share: float = Field(0.5, gt=0, lt=1, description="of kl: the part of the prompts that it prefers")
+    share: float = Field(0.5, gt=0, lt=1, description="of kl and overlap: the part of the prompts that it prefers")
     prefer: Literal["far", "near"] = Field(
-        "far", description="of kl: prompts with the largest KL per token, or the smallest"
+        "far", description="of kl and overlap: prompts on which student and teacher differ most, or least"
     )
 
     def measures(
-        self, rollouts: Sequence[Rollout], rewards: Mapping[str, float | None], kl: Mapping[str, float]
+        self, rollouts: Sequence[Rollout], rewards: Mapping[str, float | None], means: Mapping[str, float]
     ) -> dict[str, float]:
         found: dict[str, list[float]] = {}
         for rollout in rollouts:
-            if rollout.id in kl and (rollout.author == Author.STUDENT).any():
-                found.setdefault(rollout.prompt_id, []).append(kl[rollout.id])
+            if rollout.id in means and (rollout.author == Author.STUDENT).any():
+                found.setdefault(rollout.prompt_id, []).append(means[rollout.id])
         return {name: sum(some) / len(some) for name, some in found.items()}
 
     def chance(self, value: float, known: Mapping[str, float]) -> float:
@@ -519,4 +527,18 @@ class TeacherDistance(Curriculum):
     def check(self, view: StageView) -> Iterable[str]:
         yield from super().check(view)
         if "teacher" not in view.roles:
-            yield "curriculum kl goes by the distance to teachers, and there is none. Give one, or choose pass_rate."
+            yield f"curriculum {self.name} goes by the distance to teachers, and there is none. Give one, or choose pass_rate."
+
+
+class TopOverlap(TeacherDistance):
+    """The same by how many of the likeliest ids student and teacher have in common: few are far."""
+
+    name = "overlap"
+    k: Positive = Field(16, le=1000, description="of overlap: number of likeliest ids of both sides")
+
+    @property
+    def compared(self) -> int:
+        return self.k
+
+    def chance(self, value: float, known: Mapping[str, float]) -> float:
+        return super().chance(-value, {name: -other for name, other in known.items()})

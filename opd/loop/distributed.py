@@ -318,6 +318,7 @@ class DistributedRanks(Ranks):
                 found.mismatch,
                 found.counts,
                 found.traces,
+                found.overlap,
             )
             for pack, found in seen
         ]
@@ -330,10 +331,10 @@ class DistributedRanks(Ranks):
 
     def _seen(
         self, ids: list[str], loss: dict[str, float], reverse_kl: np.ndarray, entropy: np.ndarray, mismatch: np.ndarray,
-        counts: dict[str, tuple[int, int]], traces: dict[str, dict[str, Any]],
+        counts: dict[str, tuple[int, int]], traces: dict[str, dict[str, Any]], overlap: np.ndarray,
     ) -> tuple[Pack, TokenStatistics]:  # fmt: skip
         return Pack.of([self._batch[name] for name in ids]), TokenStatistics(
-            loss, reverse_kl, entropy, mismatch, counts, traces
+            loss, reverse_kl, entropy, mismatch, counts, traces, overlap=overlap
         )
 
     # --- Errors ---

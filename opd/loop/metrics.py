@@ -104,6 +104,8 @@ def step_metrics(
         metrics["entropy_sampled"] = _mean(
             np.concatenate([-rollout.logprob[rollout.author == Author.STUDENT] for rollout in sampled])
         )
+    if overlaps := [found.overlap for _, found in statistics if found.overlap.size]:
+        metrics["overlap"] = _mean(_joined(overlaps))
     metrics["tokens"] = int(lengths.sum())
     metrics["response_length"] = float(lengths.mean())
     metrics["truncated"] = float(np.mean([rollout.stop == "length" for rollout in rollouts]))
@@ -192,14 +194,15 @@ def study(stream: PromptStream, batch: Batch, result: StepResult, ranks: Ranks) 
     """Show a curriculum what a step measured of its prompts. Returns metrics."""
     curriculum = stream.curriculum
     assert curriculum is not None
-    kl: dict[str, float] = {}
+    means: dict[str, float] = {}
     for pack, found in result.statistics:
-        parts = np.split(found.reverse_kl, np.cumsum(pack.response_lengths)[:-1])
-        for rollout, values in zip(pack.rollouts, parts, strict=True):
-            mean = _mean(np.abs(values))
+        values = found.overlap if curriculum.compared else found.reverse_kl
+        parts = np.split(values, np.cumsum(pack.response_lengths)[:-1]) if values.size else []
+        for rollout, part in zip(pack.rollouts, parts, strict=bool(values.size)):
+            mean = _mean(np.abs(part))
             if mean is not None:
-                kl[rollout.id] = mean
-    return stream.study(ranks.share(lambda: curriculum.measures(batch.rollouts, batch.rewards, kl)))
+                means[rollout.id] = mean
+    return stream.study(ranks.share(lambda: curriculum.measures(batch.rollouts, batch.rewards, means)))
 
 
 def _joined(parts: Sequence[np.ndarray]) -> np.ndarray:

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from opd.divergences import Mixture, Projection, token_logprobs
+from opd.divergences import Mixture, Projection, statistics, token_logprobs
 from opd.divergences.compute import likeliest_events
 from opd.divergences.projection import LOG_ZERO, MergeGroups, Source, canonical_ids, log_probs, source_log_probs, upload
 from opd.objective.batch import Batch, ByRollout, concatenated, over_spans
@@ -56,6 +56,7 @@ class TokenStatistics:
     traces: dict[str, dict[str, Any]] = field(default_factory=dict)  # of traced rollouts, by id
     advantages: dict[str, np.ndarray] = field(default_factory=dict)  # (N,) by term, if a rollout is traced
     losses: dict[str, Tensor] = field(default_factory=dict)  # by term, on the device until `settle`
+    overlap: np.ndarray = field(default_factory=lambda: np.empty(0))  # see `note_overlap`; empty if nobody asks for it
     _unread: list[Callable[[], None]] = field(default_factory=list)
 
     def later(self, read: Callable[[], None]) -> None:
@@ -246,7 +247,7 @@ class MicroBatch:
         self.note("mismatch", rows, logprobs, sampler)
 
     def note(self, name: str, rows: np.ndarray, values: Tensor, distance_to: np.ndarray | None = None) -> None:
-        """Record a per-token statistic (`reverse_kl`, `entropy` or `mismatch`), or its distance to other values."""
+        """Record a per-token statistic (`reverse_kl`, `entropy`, `mismatch` or `overlap`), or its distance to other values."""
         into = getattr(self.statistics, name)
         self.statistics.later(partial(_put, into, rows, values.detach(), distance_to))
 
@@ -311,6 +312,30 @@ def teacher_tops(pack: Pack, signals: Mapping[str, Signal], open_N: np.ndarray) 
     scored = [signal for signal in known if signal.mask.any()]
     reached = np.concatenate([np.full(signal.mask.size, signal.mask.any()) for signal in known])
     return rows, TopK.join([signal.values for signal in scored]).rows((np.cumsum(reached) - 1)[rows])
+
+
+# --- How far student and teacher agree on the likeliest ids ---
+
+
+@torch.no_grad()
+def note_overlap(micro: MicroBatch, k: int) -> None:
+    """Record at each token the share of the k likeliest ids that the student and its teacher have in common."""
+    if not {("teacher", "hidden"), ("teacher", "topk")} & micro.batch.signals.keys():
+        return  # no term compares distributions at this step
+    micro.statistics.overlap = np.full(micro.projection.count, np.nan)
+    for rows, teacher in micro.teacher_distributions("teacher", np.ones(micro.projection.count, dtype=bool)):
+        if not rows.size:
+            continue
+        student = micro.rows(rows).detach()
+        if isinstance(teacher, TopK):
+            ours, _ = likeliest_events(student, k, micro.merge)
+            theirs = canonical_ids(micro.tensor(teacher.ids[:, :k].astype(np.int64)), micro.merge)
+            values = (ours[:, :, None] == theirs[:, None, :]).any(-1).sum(-1) / k
+        else:
+            found = statistics(student, teacher, merge=micro.merge, overlap=k, trusted=True).overlap
+            assert found is not None
+            values = found
+        micro.note("overlap", rows, values)
 
 
 # --- Token-by-token traces of a few rollouts, for inspection (`log.samples`) ---

@@ -35,6 +35,7 @@ from opd.objective.micro import (
     TeacherHead,
     TokenStatistics,
     autocast_head,
+    note_overlap,
     trace_tokens,
 )
 from opd.objective.term import AUTHOR, AnyTerm, Term
@@ -111,6 +112,7 @@ class Objective:
         # by updates and the numbers of the active terms
         self._known: dict[tuple[int, ...], tuple[Needs, list[tuple[str, SignalKind]]]] = {}
         self.plateau: int | None = None  # the step after which evaluation stopped improving
+        self.overlap = 0  # how many of the likeliest ids `note_overlap` compares; 0: none
 
     def __repr__(self) -> str:
         terms = " + ".join(f"{term.coefficient} {term.name}" for term in self.terms)
@@ -208,6 +210,8 @@ class Objective:
                 loss = term.term.loss(term, micro, weight_N)
                 micro.statistics.losses[term.name] = loss.detach()
                 total = total + loss
+        if self.overlap:
+            note_overlap(micro, self.overlap)
         if prepared.batch.traced:
             trace_tokens(micro, prepared.terms, weights)
         return total, micro.statistics

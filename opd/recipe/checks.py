@@ -264,12 +264,38 @@ def _hidden_spaces(stage: Stage) -> Iterator[str]:
             yield f"{place}: teachers.{name} is a mixture, which has no hidden states of its own. Name a single model."
 
 
+def _overlap(stage: Stage) -> Iterator[str]:
+    """The overlap of likeliest ids needs distributions over the student's own ids."""
+    if not stage.overlap:
+        return
+    key = "log.overlap" if stage.log.overlap else "curriculum overlap"
+    if stage.log.overlap not in (0, stage.overlap):
+        yield f"log.overlap {stage.log.overlap} and k {stage.overlap} of curriculum overlap: one number is measured. Drop log.overlap."
+    needs = [need for term in stage.objective for need in term.needs(stage.train.updates).possible]
+    if not {("teacher", "hidden"), ("teacher", "topk")} & {*needs}:
+        yield (
+            f"{key} compares distributions, and no term asks teachers for more than the log-probs of given tokens. Add a term such as "
+            "{form: direct}, or drop it."
+        )
+    least = min(
+        [k for term in stage.objective for role, k in term.needs(stage.train.updates).topk if role == "teacher"],
+        default=None,
+    )
+    limited = [name for name, kind in stage.teachers.items() if kind.role == "teacher" and "hidden" not in kind.offers]
+    if limited and least is not None and least < stage.overlap:
+        yield f"{key} {stage.overlap}: teachers.{limited[0]} gives the {least} likeliest ids that a term asks for. Lower it."
+    crossed = [name for name, kind in stage.teachers.items() if kind.role == "teacher" and kind.view.crosses]
+    if crossed:
+        yield f"{key}: the tokenizer of teachers.{crossed[0]} differs, so its ids cannot be compared. Drop it."
+
+
 def _choices(stage: Stage) -> Iterator[str]:
     view = StageView.of(stage)
     yield from stage.sampler.check(view)
     yield from stage.shares.check(view)
     if stage.curriculum is not None:
         yield from (f"curriculum: {mistake}" for mistake in stage.curriculum.check(view))
+    yield from _overlap(stage)
     for monitor in stage.monitors.watch:
         yield from (f"monitors.watch: {mistake}" for mistake in monitor.check(view))
     for key, writer in stage.rollout.writers_by_key.items():

@@ -285,6 +285,9 @@ class Log(BaseModel):
     project: Word = "opd"
     samples: Count = Field(2, le=10_000, description="sample completions per domain written to samples.jsonl")
     samples_every: Positive = 10
+    overlap: Count = Field(
+        0, le=1000, description="log the share of so many likeliest ids that student and teacher have in common; 0: no"
+    )
     start_table: bool = Field(
         True, description="compare every teacher with the student on a few answers before the first step"
     )
@@ -314,7 +317,7 @@ class Stage(BaseModel):
         StaticShares(), description="how prompts are divided among domains: static, or by tokens, length, gap"
     )
     curriculum: Annotated[Curriculum, Family("curriculum")] | None = Field(
-        None, description="which prompts of a pass are taken, by what earlier passes showed: pass_rate, kl"
+        None, description="which prompts of a pass are taken, by what earlier passes showed: pass_rate, kl, overlap"
     )
     route: Word = Field(DOMAIN, description="the column of a prompt's row that says which teacher scores it")
     data: Data = Data()
@@ -338,6 +341,11 @@ class Stage(BaseModel):
     seed: int = Field(0, ge=0, lt=2**63)
     device: str = Field("auto", pattern=r"^(auto|cpu|cuda(:[0-9]{1,3})?)$", description="auto | cpu | cuda | cuda:N")
     threads: Positive | None = Field(None, le=1024, description="CPU threads of torch; default: torch's own choice")
+
+    @property
+    def overlap(self) -> int:
+        """How many of the likeliest ids of student and teacher are compared at each token; 0: none."""
+        return (self.curriculum.compared if self.curriculum is not None else 0) or self.log.overlap
 
     @property
     def environments(self) -> list[Any]:

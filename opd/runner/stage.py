@@ -90,6 +90,7 @@ def open_stage(
     samplers = _open_samplers(spec, checked, models, ranks, context, revision_of, store)
     student = ranks.shard(models.student, spec.cluster)
     objective = Objective(spec.objective, teachers, spec.rollout, stop_ids, spec.seed)
+    objective.overlap = spec.overlap
     on_smaller = partial(keep_smaller_budget, directory, spec.name, context.say)
     trainer = Trainer(
         student, objective, spec.train, seed=spec.seed, check_stop=context.check_stop, ranks=ranks, on_smaller=on_smaller,

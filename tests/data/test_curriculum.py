@@ -12,7 +12,7 @@ import pytest
 import opd
 from opd.common.errors import DataError, RecipeError
 from opd.data.sources import open_sources, prompt_source
-from opd.data.stream import Curriculum, PassRate, PromptStream, TeacherDistance
+from opd.data.stream import Curriculum, PassRate, PromptStream, TeacherDistance, TopOverlap
 from opd.recipe import load_recipe
 from tests.support.crash import same_run
 from tests.support.helpers import save_tiny
@@ -36,6 +36,9 @@ def test_chances_are_largest_at_the_frontier_and_follow_the_formula() -> None:
     far, near = TeacherDistance(share=0.3), TeacherDistance(share=0.3, prefer="near")
     assert [name for name, value in known.items() if far.chance(value, known)] == ["7", "8", "9"]
     assert [name for name, value in known.items() if near.chance(value, known)] == ["0", "1", "2"]
+    apart, alike = TopOverlap(share=0.3), TopOverlap(share=0.3, prefer="near")  # a small overlap is far
+    assert [name for name, value in known.items() if apart.chance(value, known)] == ["0", "1", "2"]
+    assert [name for name, value in known.items() if alike.chance(value, known)] == ["7", "8", "9"]
 
 
 def test_every_prompt_comes_once_and_then_by_its_chance() -> None:
@@ -53,7 +56,9 @@ def test_every_prompt_comes_once_and_then_by_its_chance() -> None:
     assert [visit.prompt.id for visit in resumed.take(30)] == [visit.prompt.id for visit in found.take(30)]
 
 
-@pytest.mark.parametrize("curriculum", [{"kind": "kl", "share": 0.4}, {"kind": "pass_rate", "least": 0.2}])
+@pytest.mark.parametrize(
+    "curriculum", [{"kind": "kl", "share": 0.4}, {"kind": "pass_rate", "least": 0.2}, {"kind": "overlap", "k": 4}]
+)
 def test_an_interrupted_run_takes_the_same_prompts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, curriculum: dict[str, Any]
 ) -> None:
@@ -79,6 +84,11 @@ def test_an_interrupted_run_takes_the_same_prompts(
         ({"curriculum": "kl", "teachers": {}, "objective": "cross_entropy", "rollout": {"data_share": 1}}, "there is none"),
         ({"curriculum": "kl", "rollout": {"staleness": 1}}, "before earlier answers are known"),
         ({"curriculum": "kl", "rollout": {"data_share": 1}}, "kl goes by the student's own answers"),
+        ({"curriculum": "overlap", "objective": {"form": "policy_gradient"}}, "curriculum overlap compares distributions"),
+        ({"curriculum": "overlap", "log": {"overlap": 4}}, "one number is measured"),
+        ({"log": {"overlap": 4}, "teachers": {"a": {"model": "y", "view": "bytes"}}, "objective": "uld"}, "tokenizer of teachers.a differs"),
+        ({"log": {"overlap": 4}, "teachers": {"a": {"kind": "openai", "address": "http://x", "model": "y"}},
+          "objective": {"support": "topk", "k": 3, "side": "teacher"}}, "the 3 likeliest ids"),
     ],
 )  # fmt: skip
 def test_settings_that_cannot_work_are_rejected(changes: dict[str, Any], why: str) -> None:

@@ -77,6 +77,7 @@ EXAMPLES: dict[str, dict[str, Any]] = {
     "writer.replay": {"share": 0.2, "capacity": 9, "least": 3},
     "curriculum.pass_rate": {"a": 2.0, "b": 0.5, "least": 0.2},
     "curriculum.kl": {"share": 0.3, "prefer": "near", "least": 0.3},
+    "curriculum.overlap": {"share": 0.3, "prefer": "near", "least": 0.3, "k": 8},
     "length_schedule.line": {"start": 9, "over": 7},
     "length_schedule.matched": {"start": 9, "below": 0.2, "steps": 3, "factor": 2.0},
     "share_schedule.line": {"to": {"data_share": 0.5}, "over": 9},

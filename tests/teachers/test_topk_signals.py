@@ -83,6 +83,36 @@ def test_likeliest_ids_that_were_sent_train_as_those_chosen_here(term: dict[str,
         assert (there.reverse_kl <= here.reverse_kl + 1e-9).all()  # of the events that are known
 
 
+@pytest.mark.parametrize("kind", [LocalTeacher, Narrow])
+def test_the_overlap_is_that_of_both_lists(kind: type[LocalTeacher]) -> None:
+    """Every stop id is one event; a teacher that gives lists alone has the same overlap."""
+    student, teacher, k = tiny_model("llama_tied", seed=2), double_teacher(kind), 5
+    student.module.double()
+    objective = Objective({"support": "topk", "k": 8, "side": "teacher"}, teacher, stop_ids=STOPS)
+    objective.overlap = k
+    signals: dict[Any, Any] = {}
+    for role, wanted in objective.needs(1):
+        found = teacher.score(ROLLOUTS, objective.need_given(signals, role, wanted))
+        signals[role, wanted] = {item.id: signal for item, signal in zip(ROLLOUTS, found, strict=True)}
+    result = train_step(student, Batch(ROLLOUTS, signals, {}), objective, KeepGradients(), train=Train(precision="float32"))  # fmt: skip
+    by_hand, stock = [], [tiny_model("llama_tied", seed=2), tiny_model("llama", seed=1)]
+    for model in stock:
+        model.module.double().set_attn_implementation("eager")
+    for item in (one for pack, _ in result.statistics for one in pack.rollouts):
+        ids = torch.from_numpy(np.concatenate([item.prompt_ids, item.response_ids]).astype(np.int64))[None]
+        tops = []
+        for model in stock:
+            logits = model.module(ids).logits[0, item.prompt_ids.size - 1 : -1, : student.size].double().detach()
+            logits[:, STOPS[0]] = torch.logsumexp(logits[:, list(STOPS)], -1)
+            logits[:, STOPS[1]] = -torch.inf
+            tops.append(logits.topk(k).indices.tolist())
+        by_hand += [len({*ours} & {*theirs}) / k for ours, theirs in zip(*tops, strict=True)]
+    measured = np.concatenate([statistics.overlap for _, statistics in result.statistics])
+    assert measured == pytest.approx(by_hand)
+    assert result.metrics["overlap"] == pytest.approx(np.mean(by_hand))
+    assert 0 < np.mean(by_hand) < 1
+
+
 def test_terms_may_want_different_numbers_of_ids() -> None:
     objective = Objective([{"support": "topk", "k": 2}, {"support": "topk", "k": 9}], double_teacher(Narrow))
     assert objective.needs(1) == [("teacher", "topk")]
