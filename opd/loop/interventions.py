@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from opd.common.chat_client import CallLog, Chat
+from opd.common.chat_client import CallLog, Chat, ChatQuestion
 from opd.engines.requests import request_key, uniforms
 from opd.objective.batch import Written
 from opd.records import Author, Prompt, Rollout, Sample, Visit
 from opd.rewards import Rewarder
 from opd.rewards.reward import DEFAULT, Rewards
-from opd.rollouts.rollouter import Planned, as_trained
+from opd.rollouts.rollouter import DEMONSTRATION, Planned, as_trained
 from opd.rollouts.settings import EXPERIENCE, HINT, TRAJECTORIES, Demonstrations, Rescue
 from opd.rollouts.writers import ShownWriter, StudentWriter, TeacherWriter
 from opd.teachers.views import question
@@ -168,8 +168,28 @@ def _replaced(rollouts: Sequence[Rollout], failed: Sequence[Failed], rewards: di
 
 # --- Demonstrations ---
 #
-# Their tokens are marked with the endpoint's model as author: terms with ratios skip them, and cross-entropy learns from them. The
-# failed answer stays in the store, with a note. The endpoint returns text, which the student's tokenizer encodes.
+# Their tokens are marked with a teacher as author: terms with ratios skip them, and cross-entropy learns from them. The failed answer
+# stays in the store, with a note. An endpoint returns text, which the student's tokenizer encodes; the prompt's own teacher samples.
+# With `cut`, a demonstration begins with the student's own tokens before the first bad step, with their log-probs.
+
+
+@dataclass(frozen=True)
+class Replacement:
+    """What takes the place of a failed answer."""
+
+    failed: Rollout
+    kept: int  # tokens of the failed answer that it begins with
+    text: str | None = None  # what follows; None: the prompt's own teacher writes it
+
+    @property
+    def start(self) -> Rollout | None:
+        return beginning(self.failed, self.kept) if self.kept else None
+
+
+def beginning(rollout: Rollout, tokens: int) -> Rollout:
+    """The first tokens of an answer, as an unfinished one."""
+    columns = ("response_ids", "author", "logprob", "logprob_sampled", "logprob_stop", "version")
+    return replace(rollout, stop=None, **{name: getattr(rollout, name)[:tokens] for name in columns})
 
 
 def demonstrate(
@@ -185,14 +205,18 @@ def demonstrate(
     assert demonstrator is not None
     asked = {visit.prompt.id: visit for visit in visits}
     prompts = {name: visit.prompt for name, visit in asked.items()}
-    texts = demonstrator.texts(rollouts, prompts, rewards, maker.rewards.text)
-    names = {
-        rollout.id: maker.rollouter.demonstrate(
-            rollout, asked[rollout.prompt_id], demonstrator.source, texts[rollout.id], version
-        )
-        for rollout in rollouts
-        if rollout.id in texts
-    }
+    found = demonstrator.replacements(rollouts, prompts, rewards, maker.rewards.text)
+    names: dict[str, str] = {}
+    planned: dict[str, Planned] = {}
+    for one in found:
+        failed, visit = one.failed, asked[one.failed.prompt_id]
+        names[failed.id] = failed.id + DEMONSTRATION
+        if one.text is None:
+            planned[names[failed.id]] = Planned(visit, failed.sample, TeacherWriter(), start=one.start)
+        else:
+            maker.rollouter.demonstrate(failed, visit, demonstrator.source, one.text, version, one.start)
+    if planned:
+        written.add(maker.rollouter.carry_out(planned, version))
     written.ids += names.values()
     for name in names:
         store.note(name, replaced=True)
@@ -203,7 +227,7 @@ def demonstrate(
 
 
 class Demonstrator:
-    """Finds failed answers and asks for replacements."""
+    """Finds failed answers, where they fail, and asks for replacements."""
 
     def __init__(
         self,
@@ -214,26 +238,27 @@ class Demonstrator:
         say: Callable[[str], None],
     ) -> None:
         self.spec, self._special = spec, [token for token in special if token]
-        self._chat = Chat(spec.endpoint, calls, check, "demonstration")
+        self._chat = None if spec.endpoint is None else Chat(spec.endpoint, calls, check, "demonstration")
         self._decides: Rewarder | None = None
         if spec.by is not None:
             self._decides = Rewarder(Rewards(domains={DEFAULT: [spec.by]}), say=say)
             self._decides.remember(calls, check)
         self._seen = self._replaced = 0
+        self._kept: list[float] = []  # shares of failed answers that are kept
         self._earned: list[float] = []  # rewards of the student's answers, replaced or not
 
     @property
     def source(self) -> str:
-        return f"teacher:{self.spec.endpoint.model}"
+        return "teacher" if self.spec.endpoint is None else f"teacher:{self.spec.endpoint.model}"
 
-    def texts(
+    def replacements(
         self,
         rollouts: Sequence[Rollout],
         prompts: Mapping[str, Prompt],
         rewards: Mapping[str, float | None],
         text_of: Callable[[Rollout], str],
-    ) -> dict[str, str]:
-        """Rollout id -> the replacement, for answers of the student that failed."""
+    ) -> list[Replacement]:
+        """For answers of the student that failed. There is none for an answer that the endpoint does not replace."""
         own = [rollout for rollout in rollouts if (rollout.author == Author.STUDENT).any()]
         self._earned += [reward for rollout in own if (reward := rewards.get(rollout.id)) is not None]
         if self._decides is not None:
@@ -242,17 +267,55 @@ class Demonstrator:
             rewards = {rollout.id: result.reward for rollout, result in zip(own, found, strict=True)}
         known = {rollout.id: rewards.get(rollout.id) for rollout in own}
         failed = [rollout for rollout in own if (reward := known[rollout.id]) is not None and reward < self.spec.below]
-        questions = [
-            asked
-            for rollout in failed
-            if (asked := self.spec.question(rollout.id, prompts[rollout.prompt_id])) is not None
+        kept = self._good_beginnings(failed, prompts, text_of)
+        made = [Replacement(rollout, kept[rollout.id]) for rollout in failed]
+        if self._chat is not None:
+            made = self._with_texts(self._chat, made, prompts, text_of)
+        self._seen, self._replaced = self._seen + len(own), self._replaced + len(made)
+        self._kept += [one.kept / one.failed.response_ids.size for one in made] if self.spec.cut != "none" else []
+        return made
+
+    def _with_texts(
+        self, chat: Chat, made: Sequence[Replacement], prompts: Mapping[str, Prompt], text_of: Callable[[Rollout], str]
+    ) -> list[Replacement]:
+        """The same with what the endpoint wrote, where that can be used."""
+        questions: list[tuple[Replacement, ChatQuestion]] = []
+        for one in made:
+            kept = text_of(one.start) if one.start is not None else ""
+            asked = self.spec.question(one.failed.id, prompts[one.failed.prompt_id], kept)
+            questions += [] if asked is None else [(one, asked)]
+        answers = chat.ask([asked for _, asked in questions])
+        found = [
+            replace(one, text=answer.text.strip() if not one.kept else answer.text.rstrip())
+            for (one, _), answer in zip(questions, answers, strict=True)
         ]
-        written = {
-            asked.about: answer.text.strip() for asked, answer in zip(questions, self._chat.ask(questions), strict=True)
-        }
-        usable = {name: text for name, text in written.items() if name is not None and self._usable(text)}
-        self._seen, self._replaced = self._seen + len(own), self._replaced + len(usable)
-        return usable
+        return [one for one in found if self._usable(one.text or "")]
+
+    def _good_beginnings(
+        self, failed: Sequence[Rollout], prompts: Mapping[str, Prompt], text_of: Callable[[Rollout], str]
+    ) -> dict[str, int]:
+        """Rollout id -> the tokens before its first bad step: the one whose beginning is rewarded with less than `below`."""
+        ends = {rollout.id: self._steps(rollout, text_of) for rollout in failed}
+        kept, unknown = dict.fromkeys(ends, 0), list(failed)
+        for step in range(max(map(len, ends.values()), default=0)):
+            unknown = [rollout for rollout in unknown if len(ends[rollout.id]) > step]
+            parts = [beginning(rollout, ends[rollout.id][step]) for rollout in unknown]
+            assert self._decides is not None
+            found = self._decides([Sample(prompts[part.prompt_id], text_of(part), part) for part in parts])
+            good = [result.reward is None or result.reward >= self.spec.below for result in found]
+            unknown = [rollout for rollout, passes in zip(unknown, good, strict=True) if passes]
+            kept |= {rollout.id: ends[rollout.id][step] for rollout in unknown}
+        return kept
+
+    def _steps(self, rollout: Rollout, text_of: Callable[[Rollout], str]) -> list[int]:
+        """Where the steps of an answer end, except for the last one."""
+        size = rollout.response_ids.size
+        if self.spec.cut == "none":
+            return []
+        if self.spec.cut == "tokens":
+            return list(range(1, size))
+        tokens = [replace(rollout, response_ids=rollout.response_ids[n : n + 1]) for n in range(size - 1)]
+        return [place for place, token in enumerate(tokens, 1) if text_of(token).endswith("\n")]
 
     def _usable(self, text: str) -> bool:
         """Reject empty texts and texts with special tokens, such as one that would end a turn."""
@@ -260,16 +323,21 @@ class Demonstrator:
 
     def drain(self) -> dict[str, float]:
         """Statistics since the last call. `share`: the fraction of the student's answers that were replaced."""
-        found = {"share": self._replaced / max(self._seen, 1), **self._chat.drain()}
+        found = {"share": self._replaced / max(self._seen, 1)}
+        if self._chat is not None:
+            found |= self._chat.drain()
+        if self._kept:  # of the answers that were cut
+            found["kept"] = sum(self._kept) / len(self._kept)
         if self._earned:  # `reward` in the metrics counts the answers after replacement
             found["reward_before"] = sum(self._earned) / len(self._earned)
         if self._decides is not None:
             found |= {f"by/{name}": count for name, count in self._decides.drain().items()}
-        self._seen, self._replaced, self._earned = 0, 0, []
+        self._seen, self._replaced, self._kept, self._earned = 0, 0, [], []
         return {f"demonstrations/{name}": count for name, count in found.items()}
 
     def close(self) -> None:
-        self._chat.close()
+        if self._chat is not None:
+            self._chat.close()
         if self._decides is not None:
             self._decides.close()
 

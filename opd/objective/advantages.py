@@ -669,6 +669,11 @@ class AnchorRank(OutcomeAdvantage):
 
     def check(self, view: StageView) -> Iterable[str]:
         yield from super().check(view)
+        if view.rollout.mixed_authors:
+            yield (
+                "anchor_rank compares the student's answers with the teacher's, and with rollout.teacher_prefix or demonstrations.cut "
+                "one answer has tokens of both. Drop one of them."
+            )
         drawn = view.rollout  # a teacher with a share of the prompts answers alone
         alone = drawn.rescue is None and drawn.demonstrations is None
         in_groups = any(writer.samples and writer.author == "teacher" for writer in drawn.writers)

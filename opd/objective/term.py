@@ -383,7 +383,8 @@ def present_authors(rollout: Any) -> dict[str, float]:
         )
     if rollout.rescue is not None:
         shares[rollout.rescue.trained_as] = shares[rollout.rescue.trained_as] or SOME
-    if rollout.demonstrations is not None or rollout.takeover is not None:
+    others = (rollout.demonstrations, rollout.takeover, rollout.teacher_prefix)
+    if others != (None, None, None):
         shares["teacher"] = shares["teacher"] or SOME
     return shares
 
@@ -1177,6 +1178,11 @@ class Pairwise(Term):
             yield "pairwise compares the samples of a prompt, but rollout.samples is 1. Set it to 2 or more."
         if any(environment is not None and environment.history == "split" for environment in view.environments):
             yield "pairwise with an environment whose history is split: pairs are made of whole rollouts. Set history to keep."
+        if view.rollout.mixed_authors and "teacher" in (self.chosen, self.rejected):
+            yield (
+                "pairwise with pairs by author, and with rollout.teacher_prefix or demonstrations.cut an answer has two: the student and "
+                "a teacher. Drop one of them."
+            )
         alone = [
             key for key, writer in view.rollout.writers_by_key.items() if writer.share and writer.author != "student"
         ]

@@ -92,6 +92,23 @@ def _rollouts(stage: Stage) -> Iterator[str]:
         )
 
 
+def _teacher_prefix(stage: Stage) -> Iterator[str]:
+    rollout, prefix = stage.rollout, stage.rollout.teacher_prefix
+    if prefix is None:
+        return
+    if not stage.teachers:
+        yield "rollout.teacher_prefix: there is no teacher to write it. Give one, or drop it."
+    if max(prefix.tokens, prefix.to) >= rollout.max_new_tokens:
+        yield (
+            f"rollout.teacher_prefix of {max(prefix.tokens, prefix.to)} tokens leaves the student none of rollout.max_new_tokens "
+            f"{rollout.max_new_tokens}. Lower it."
+        )
+    if not present_authors(rollout)["student"] or None not in rollout.by_sample:
+        yield "rollout.teacher_prefix begins the student's answers, but others write all of them. Drop it."
+    if stage.checkpoint.resume == "exact":
+        yield "rollout.teacher_prefix with checkpoint.resume exact: the student draws no token of the prefix. Use prefill."
+
+
 def _staleness(stage: Stage) -> Iterator[str]:
     """Settings that do not work when sampling runs ahead of training."""
     rollout = stage.rollout
@@ -104,6 +121,7 @@ def _staleness(stage: Stage) -> Iterator[str]:
         name for name in ("teacher_share", "teacher_mix") if getattr(rollout, name, 0) or name in rollout.ever_positive
     ]
     of_teachers += [f"writers.{number}" for number, writer in enumerate(rollout.writers) if writer.samples_teacher]
+    of_teachers += ["teacher_prefix"] if rollout.teacher_prefix is not None else []
     of_teachers = [f"rollout.{name}" for name in of_teachers]
     of_teachers += [f"monitors.watch {monitor.name}" for monitor in stage.monitors.watch if monitor.samples_teacher]
     for name in of_teachers:
@@ -158,7 +176,11 @@ def _environment(stage: Stage) -> Iterator[str]:
                 f"rollout.environment {outside.name} with checkpoint.resume exact: its effects are outside, so an interrupted call is not "
                 "repeated, and the run cannot end as if nothing had happened. Use prefill."
             )
-    others = [key for key in ("rescue", "demonstrations", "experience", "teacher_mix") if getattr(rollout, key)]
+    others = [
+        key
+        for key in ("rescue", "demonstrations", "experience", "teacher_mix", "teacher_prefix")
+        if getattr(rollout, key)
+    ]
     if others:
         yield f"rollout.environment with rollout.{others[0]}, which answers a prompt in one turn. Drop one."
     if any(prompt.brings_answers for prompt in stage.prompts):
@@ -215,6 +237,10 @@ def _demonstrations(stage: Stage) -> Iterator[str]:
             "rollout.demonstrations, but no term of the objective trains on teacher tokens. Add one, such as {form: cross_entropy, "
             "on: [teacher]}: terms with ratios do not work, because the log-probs of the author are not known."
         )
+    if spec.endpoint is None and not any(kind.role == "teacher" for kind in stage.teachers.values()):
+        yield "rollout.demonstrations: neither an endpoint nor a teacher writes them. Set endpoint, or give a teacher."
+    if spec.cut != "none" and stage.checkpoint.resume == "exact":
+        yield "rollout.demonstrations.cut with checkpoint.resume exact: a teacher draws no token of what is kept. Use prefill."
     if spec.by is not None:
         yield from (f"rollout.demonstrations.by: {mistake}" for mistake in spec.by.check(StageView.of(stage)))
     if stage.rollout.rescue is not None:
@@ -340,6 +366,15 @@ def _teachers(stage: Stage) -> Iterator[str]:
     yield from _offers(stage)
 
 
+def _by_teachers(stage: Stage) -> list[str]:
+    """Keys of `rollout` under which a teacher samples tokens to be trained on."""
+    rollout = stage.rollout
+    found = [f"rollout.{key}" for key, writer in rollout.writers_by_key.items() if writer.samples_teacher]
+    found += ["rollout.teacher_prefix"] if rollout.teacher_prefix is not None else []
+    wanted = rollout.demonstrations
+    return [*found, *(["rollout.demonstrations"] if wanted is not None and wanted.endpoint is None else [])]
+
+
 def _offers(stage: Stage) -> Iterator[str]:
     """Signals that a term needs and a teacher does not offer, and teachers without a model to sample from."""
 
@@ -356,7 +391,7 @@ def _offers(stage: Stage) -> Iterator[str]:
                         f"{place}: {term.name} needs {signal!r} of the role {role!r}, and teachers.{name}, of kind "
                         f"{kind.name}, offers {', '.join(sorted(kind.offers))}. {term.advice(kind.offers)}"
                     )
-    drawn = [f"rollout.{key}" for key, writer in stage.rollout.writers_by_key.items() if writer.samples_teacher]
+    drawn = _by_teachers(stage)
     if stage.rollout.rescue is not None and stage.rollout.rescue.hint is not None:
         drawn += ["rollout.rescue.hint"] if stage.rollout.rescue.hint.by == "teacher" else []
     if stage.rollout.experience is not None and stage.rollout.experience.by == "teacher":
@@ -399,7 +434,7 @@ def _other_tokenizers(stage: Stage) -> Iterator[str]:
                     f"{place}: teachers.{name} has another tokenizer (view bytes), and {term.name} with these settings compares "
                     "ids one by one. Use policy_gradient with reverse_kl and no gates on the teacher, uld, gold, or dskd."
                 )
-        drawn = [f"rollout.{key}" for key, writer in stage.rollout.writers_by_key.items() if writer.samples_teacher]
+        drawn = _by_teachers(stage)
         drawn += [f"monitors.watch {monitor.name}" for monitor in stage.monitors.watch if monitor.samples_teacher]
         for key in [*drawn, *(["eval.weight_average"] if stage.eval.prompts and stage.eval.weight_average else [])]:
             if kind.role == "teacher":
@@ -463,6 +498,7 @@ CHECKS = (
     _plain_text,
     _environment,
     _demonstrations,
+    _teacher_prefix,
     _coefficients,
     _objective,
     _choices,

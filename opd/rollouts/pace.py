@@ -31,7 +31,8 @@ class Pace:
     @classmethod
     def of(cls, spec: Rollouts, steps: int) -> Pace | None:
         """None: nothing changes."""
-        return cls(spec, steps) if spec.share_schedule is not None or spec.length_schedule is not None else None
+        moving = (spec.share_schedule, spec.length_schedule, spec.teacher_prefix)
+        return None if moving == (None, None, None) else cls(spec, steps)
 
     def shares(self, step: int) -> dict[str, float]:
         """The writers' shares at a step, by key; none if they are fixed."""
@@ -46,6 +47,11 @@ class Pace:
         """The most new tokens of an answer at a step."""
         schedule, most = self.spec.length_schedule, self.spec.max_new_tokens
         return most if schedule is None else min(schedule.at(step, self.steps, most, self.growth), most)
+
+    def prefix(self, step: int) -> int:
+        """The tokens at the beginning of the student's answers that a teacher writes at a step."""
+        wanted = self.spec.teacher_prefix
+        return 0 if wanted is None else min(wanted.at(step, self.steps), self.limit(step) - 1)
 
     def note(self, metrics: Mapping[str, Any]) -> None:
         """Take in the metrics of a finished step."""

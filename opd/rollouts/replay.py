@@ -51,7 +51,7 @@ WRITING = (  # they have answers written, or say how
     "data_share", "teacher_share", "teacher_mix", "writers", "rescue", "takeover", "experience", "share_schedule", "length_schedule",
 )  # fmt: skip
 REPEATED = re.compile(r"/replay-\d+$")  # ends the ids of answers that the writer `replay` stored again
-AUXILIARY = ("hint:", "experience:")  # sources of texts written for others to read
+AUXILIARY = ("hint:", "experience:", "prefix:")  # sources of texts written for others to read
 DRAWN = ("samples", "temperature", "top_p", "top_k")  # settings that the stored answers must match
 
 

@@ -52,12 +52,13 @@ from opd.rollouts.episodes import Dialogue, Dialogues, GivenTurn, GivenTurns, Pl
 from opd.rollouts.pace import Pace
 from opd.rollouts.replay import RunSource, numbered_prompt
 from opd.rollouts.settings import Rollouts
-from opd.rollouts.writers import AUTHORS, DataWriter, ReplayWriter, Writer, WriterContext
+from opd.rollouts.writers import AUTHORS, DataWriter, ReplayWriter, TeacherWriter, Writer, WriterContext
 from opd.store import RolloutStore
 from opd.store.rollouts import Replay
 
 COMMIT_TOKENS = 512  # group commit: tokens buffered before they are written
 DEMONSTRATION = "/demonstration"  # appended to the id of the answer that it replaces
+PREFIX = "/prefix"  # appended to the id of the answer that begins with it
 SAMPLED_UNDER = "sampled_under"  # in a rollout's extras: ids of the prompt that it was sampled from
 REPLAY = "replay"  # source of rollouts drawn by an earlier run or step
 SAMPLED = ("student", "mixed")  # sources of answers that can be trained on again
@@ -77,6 +78,7 @@ class Planned:
     source: str = ""  # the source noted in the store; default: the writer's
     group_suffix: str = ""  # set for a rollout outside the group of its visit
     sampling: Sampling | None = None  # replaces the stage's sampling
+    start: Rollout | None = None  # the answer begins with its tokens; if it has stopped, these are the whole answer
     given: GivenTurns | None = None  # turns of an episode that it begins with
     extras: Mapping[str, Any] = field(default_factory=dict)  # kept with the rollout
 
@@ -180,9 +182,39 @@ class Rollouter:
                 if planned.setdefault(self.rollout_id(visit, sample), plan) is not plan:
                     raise _duplicate(visit.prompt)
         prompts = self.rendered(visits) if prompts is None else prompts
+        if self.spec.teacher_prefix is not None:
+            planned = self._with_prefixes(planned, version, prompts)
         written = self.carry_out(planned, version, prompts, durable=durable)
         written.prompts, written.unshown = len(visits), unshown
         return written
+
+    def _with_prefixes(
+        self, planned: dict[str, Planned], version: int, prompts: Mapping[str, np.ndarray]
+    ) -> dict[str, Planned]:
+        """The prompts' teachers write how the student's answers begin. These texts are stored as rollouts outside of any group."""
+        assert self.pace is not None
+        assert self._step is not None
+        tokens = self.pace.prefix(self._step)
+        own = {name: plan for name, plan in planned.items() if plan.writer.takes_the_rest}
+        if tokens < 1 or not own:
+            return planned
+        sampling = replace(self.sampling, max_new_tokens=tokens)
+        asked = {
+            f"{name}{PREFIX}": Planned(
+                plan.visit,
+                plan.sample,
+                TeacherWriter(),
+                source="prefix:teacher",
+                group_suffix=PREFIX,
+                sampling=sampling,
+            )
+            for name, plan in own.items()
+        }
+        self.carry_out(asked, version, prompts)
+        starts = self.ranks.share(lambda: self.store.load(list(asked)))
+        return planned | {
+            name: replace(plan, start=start) for (name, plan), start in zip(own.items(), starts, strict=True)
+        }
 
     def for_thread(self, student: TokenSampler | LoggingSampler, check_stop: Callable[[], None]) -> Rollouter:
         """A copy for another thread with its own sampler. It gets its own tokenizer, because tokenizers change their settings while they encode."""
@@ -247,22 +279,27 @@ class Rollouter:
             source = writer.source(visit, self.context)
             if rollout_id not in durable:
                 self._begin(rollout_id, plan, source, prompt_ids, shown.get(rollout_id))
+            begun = durable.get(rollout_id)
+            if plan.start is not None:
+                begun = self._started(rollout_id, plan.start, begun)
             completion = writer.completion(visit, self.context)
             if completion is not None:
-                self._write(rollout_id, completion, AUTHORS[writer.author], version, durable.get(rollout_id))
+                self._write(rollout_id, completion, AUTHORS[writer.author], version, begun)
+            elif plan.start is not None and plan.start.stop == "stop":
+                self.store.finish(rollout_id, "stop")
             else:
                 key = request_key(self.seed, visit.prompt.id, visit.visit, plan.sample)
                 read = shown.get(rollout_id, prompt_ids)
                 request = SampleRequest(rollout_id, read, key, plan.sampling or self.sampling)
-                if rollout_id in durable and durable[rollout_id].response_ids.size:
-                    request = self._resumed(request, durable[rollout_id], writer, version)
+                if begun is not None and begun.response_ids.size:
+                    request = self._resumed(request, begun, writer, version)
                 if plan.in_environment:
                     request = replace(request, prefix_ids=None)
                     self._playing[rollout_id] = Playing(
                         self._dialogues.of(visit.prompt),
                         request,
                         visit.prompt,
-                        durable.get(rollout_id),
+                        begun,
                         Replay(self.store, rollout_id, begun=rollout_id in durable),
                         self._step,
                         draws_again=self.exact,
@@ -283,8 +320,10 @@ class Rollouter:
         dialogue, author = self._dialogues.of(visit.prompt), AUTHORS[writer.author]
         return GivenTurns([GivenTurn(dialogue.written(text), author) for text in turns], alone=True)
 
-    def demonstrate(self, failed: Rollout, visit: Visit, source: str, text: str, version: int) -> str:
-        """Store a given text as a demonstration for a failed answer; returns the id of its rollout."""
+    def demonstrate(
+        self, failed: Rollout, visit: Visit, source: str, text: str, version: int, start: Rollout | None = None
+    ) -> str:
+        """Store a given text as a demonstration for a failed answer, after `start`; returns the id of its rollout."""
         rollout_id = failed.id + DEMONSTRATION
         self.consumed = None if self.consumed is None else self.consumed + 1
         known = self.store.entries.get(rollout_id)
@@ -294,7 +333,12 @@ class Rollouter:
         if durable is None:
             plan = Planned(visit, failed.sample, self.everyone[-1])
             self._begin(rollout_id, plan, source, failed.prompt_ids, None)
-        self._write(rollout_id, self.context.completion(visit, text), Author.TEACHER, version, durable)
+        ids, cut = self.context.completion(visit, text)
+        if start is not None:
+            durable, room = self._started(rollout_id, start, durable), self.sampling.max_new_tokens
+            ids = np.concatenate([start.response_ids, ids])
+            ids, cut = ids[:room], cut or ids.size > room
+        self._write(rollout_id, (ids, cut), Author.TEACHER, version, durable)
         return rollout_id
 
     def rollout_id(self, visit: Visit, sample: int) -> str:
@@ -407,6 +451,22 @@ class Rollouter:
         self.store.extend(rollout_id, ids[done:], author, version)
         self.store.finish(rollout_id, "length" if cut else "stop")
 
+    def _started(self, rollout_id: str, start: Rollout, durable: Rollout | None) -> Rollout:
+        """Store the tokens that an answer begins with, as they were drawn. Returns what it has so far."""
+        done = durable.response_ids.size if durable is not None else 0
+        if durable is not None and done >= start.response_ids.size:
+            return durable
+        self._append(rollout_id, start, done)
+        return start
+
+    def _append(self, rollout_id: str, drawn: Rollout, done: int) -> None:
+        """Store tokens of another rollout after the first `done`, with their authors and the log-probs of the policy that drew them."""
+        *columns, author = (
+            getattr(drawn, name)[done:]
+            for name in ("response_ids", "logprob", "logprob_sampled", "logprob_stop", "version", "author")
+        )
+        self.store.append_many(TokenColumns(rollout_id, *columns), author)
+
     def _replay_stored(self, rollout_id: str, plan: Planned, prompt_ids: np.ndarray, durable: Rollout | None) -> None:
         """Store an answer of an earlier run or step, with its authors and the log-probs of the policy that drew it."""
         visit = plan.visit
@@ -423,12 +483,7 @@ class Rollouter:
         if durable is None:
             shown = sampled_under(stored) if SAMPLED_UNDER in stored.extras else None
             self._begin(rollout_id, plan, REPLAY, prompt_ids, shown)
-        done = durable.response_ids.size if durable is not None else 0
-        *columns, author = (
-            getattr(stored, name)[done:]
-            for name in ("response_ids", "logprob", "logprob_sampled", "logprob_stop", "version", "author")
-        )
-        self.store.append_many(TokenColumns(rollout_id, *columns), author)
+        self._append(rollout_id, stored, durable.response_ids.size if durable is not None else 0)
         assert stored.stop is not None
         self.store.finish(rollout_id, stored.stop)
         notes = self.store.entries[first].notes if visit.replay else {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -49,6 +50,9 @@ class Rollouts(BaseModel):
     )
     length_schedule: Annotated[Any, Family("length_schedule")] | None = Field(
         None, description="how the limit on new tokens grows up to max_new_tokens: line, matched"
+    )
+    teacher_prefix: TeacherPrefix | None = Field(
+        None, description="the prompt's own teacher writes the first tokens of the student's answers (TrOPD)"
     )
     environment: AnyEnvironment | None = Field(
         None, description="what answers between the student's turns; default: one turn, and no environment"
@@ -168,6 +172,13 @@ class Rollouts(BaseModel):
         return {key for key, share in self.shares.items() if share} | rest
 
     @property
+    def mixed_authors(self) -> bool:
+        """Whether one answer may have tokens of the student and of a teacher."""
+        return self.teacher_prefix is not None or (
+            self.demonstrations is not None and self.demonstrations.cut != "none"
+        )
+
+    @property
     def by_sample(self) -> list[Any]:
         """Who writes each sample of a group; None: the writer that the prompt's draw chooses. The others come last."""
         writers: list[Writer] = self.writers
@@ -195,6 +206,25 @@ class Rollouts(BaseModel):
     @property
     def everyone(self) -> list[Any]:
         return list(self.writers_by_key.values())
+
+
+class TeacherPrefix(BaseModel):
+    """How many tokens of an answer the teacher writes before the student, from step to step."""
+
+    model_config = SETTINGS
+    tokens: Positive = Field(description="of the teacher in the first step")
+    to: Count = Field(0, description="of the teacher in the end")
+    over: Positive | None = Field(None, description="steps until there; default: all steps of the stage")
+    shape: Literal["cosine", "line"] = Field("cosine", description="of the way there")
+
+    def at(self, step: int, steps: int) -> int:
+        """
+        >>> [TeacherPrefix(tokens=8, over=5, shape=shape).at(2, 100) for shape in ("cosine", "line")]
+        [7, 6]
+        """
+        part = min((step - 1) / max((self.over or steps) - 1, 1), 1.0)
+        part = (1 - math.cos(math.pi * part)) / 2 if self.shape == "cosine" else part
+        return round(self.tokens + (self.to - self.tokens) * part)
 
 
 # --- The keys of `rollout.rescue`: prompts that all samples failed are answered again under a view ---
@@ -333,24 +363,33 @@ class Experience(BaseModel):
 # --- Answers of a model at a chat endpoint, in place of those that failed. No torch, no httpx here. ---
 
 
-PROMPT = "prompt"
+PROMPT, KEPT = "prompt", "kept"
 
 
 class Demonstrations(BaseModel):
-    """Which answers are replaced, and which model is asked for better ones."""
+    """Which answers are replaced, from where on, and who writes better ones."""
 
     model_config = SETTINGS
-    endpoint: Endpoint = Field(description="`address`, `model`, `token_env`, `price`, …")
+    endpoint: Endpoint | None = Field(
+        None, description="`address`, `model`, `token_env`, `price`, …; default: the prompt's own teacher writes"
+    )
     template: str = Field(
         "{prompt}",
         min_length=1,
         max_length=100_000,
-        description="the question: `{prompt}` is the question, `{FIELD}` a column of its row",
+        description="the question: `{prompt}` is the question, `{kept}` what is kept of the answer, `{FIELD}` a column of its row",
     )
     system: str | None = Field(None, min_length=1, max_length=100_000, description="system message of that question")
     below: float = Field(1.0, description="answers with a smaller reward are replaced")
     by: Annotated[Any, Family("reward")] | None = Field(
         None, description="the reward that decides; default: that of the stage. OVD: kind chat"
+    )
+    cut: Literal["none", "lines", "tokens"] = Field(
+        "none",
+        description=(
+            "none: the whole answer is replaced. lines, tokens: the steps of an answer; `by` rewards ever longer beginnings, and what "
+            "comes before the first step whose beginning is below is kept"
+        ),
     )
 
     @field_validator("template")
@@ -358,9 +397,26 @@ class Demonstrations(BaseModel):
     def _well_formed(cls, value: str) -> str:
         return well_formed(value)
 
-    def question(self, about: str, prompt: Prompt) -> ChatQuestion | None:
+    @model_validator(mode="after")
+    def _consistent(self) -> Demonstrations:
+        shows = KEPT in fields_of(self.template)
+        if self.endpoint is None and changed(self) & {"template", "system"}:
+            raise ValueError(
+                "template and system are for an endpoint, and the teacher reads the prompt itself: drop them"
+            )
+        if self.cut != "none" and self.by is None:
+            raise ValueError(f"cut: {self.cut} needs `by`, the reward of an answer's beginning: {{kind: chat, …}}, say")
+        if self.endpoint is not None and shows != (self.cut != "none"):
+            raise ValueError(
+                "with cut, the template must show {kept}, after which the endpoint writes on"
+                if self.cut != "none"
+                else "the template shows {kept}, and without cut nothing is kept: set cut to lines or tokens"
+            )
+        return self
+
+    def question(self, about: str, prompt: Prompt, kept: str = "") -> ChatQuestion | None:
         """The question; None if the prompt lacks a column that the template shows."""
-        values = {**field_texts(prompt.fields), PROMPT: question(prompt)}
+        values = {**field_texts(prompt.fields), PROMPT: question(prompt), KEPT: kept}
         if any(name not in values for name in fields_of(self.template)):
             return None
         return ChatQuestion(about, filled(self.template, values), self.system)

@@ -47,7 +47,7 @@ from opd.registry import MANY, StageView
 from opd.rewards import Rewarder, check_rewards
 from opd.rewards.rewarder import reward_warnings
 from opd.rollouts.replay import require_drawn_alike
-from opd.rollouts.settings import EXPERIENCE, HINT, TRAJECTORIES, Experience
+from opd.rollouts.settings import EXPERIENCE, HINT, KEPT, TRAJECTORIES, Experience
 from opd.runner.checkpoint import require_access
 from opd.runner.results import watched_domains
 from opd.teachers.kinds import ModelRef, RemoteFacts, chooser, one_per_domain, require_known_domains, routes
@@ -190,7 +190,8 @@ def _sampler_notes(spec: Stage, config: Any) -> list[str]:
     """Check that the sampler is available, and how it receives the student's adapters. `config`: the student's."""
     wanted = spec.rollout.demonstrations
     if wanted is not None:
-        token_of(wanted.endpoint.token_env, wanted.endpoint.address)
+        if wanted.endpoint is not None:
+            token_of(wanted.endpoint.token_env, wanted.endpoint.address)
         if wanted.by is not None:
             wanted.by.require(spec.rewards.sandbox)
     found = list(spec.sampler.inquire())
@@ -645,7 +646,7 @@ def require_further_texts(spec: Stage, sources: Sequence[Source]) -> None:
         if rescue.hint is not None:
             asked.append(("rollout.rescue.hint", rescue.hint.question.shows(), rescue.hint.question.rewrite))
     if (wanted := rollout.demonstrations) is not None:
-        named = set(fields_of(wanted.template)) - {QUESTION}
+        named = set(fields_of(wanted.template)) - {QUESTION, KEPT}
         asked.append(("rollout.demonstrations", named, lambda prompt: wanted.question("", prompt)))
     for where, named, ask in asked:
         prompts = [prompt for source in sources for prompt in source.examples()]

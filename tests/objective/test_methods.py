@@ -15,6 +15,7 @@ from opd.divergences.compute import gathered_loss, likeliest_events
 from opd.divergences.projection import Projection, merge_events
 from opd.models.language_model import LanguageModel, Pack
 from opd.objective.gates import keyed_uniforms
+from opd.objective.policy_gradient import TRRD
 from opd.objective.term import candidate_losses
 from opd.recipe import load_recipe
 from opd.records import Rollout
@@ -401,3 +402,19 @@ def test_candidates_that_the_teacher_does_not_have_teach_nothing(weigh: str) -> 
     (expected,) = torch.autograd.grad(wanted, hidden)
     assert hidden.grad is not None
     torch.testing.assert_close(hidden.grad, expected)
+
+
+def test_trrd_stops_pushing_at_its_bound() -> None:
+    """With alpha 0.5 and the weights that drew a token, a good one is left alone once log S - log T > 2 log 1.28, a bad one below 2 log 0.8."""
+    surrogate = TRRD(alpha=0.5, high=0.28)
+    gaps = torch.linspace(-0.9, 0.9, 181, dtype=torch.float64)
+    for advantage, pushed in ((1.0, gaps < 2 * np.log(1.28)), (-1.0, gaps > 2 * np.log(0.8))):
+        current = torch.full_like(gaps, -2.0).requires_grad_()
+        losses, clipped = surrogate.losses(
+            current, current.detach(), torch.full_like(gaps, advantage), torch.zeros_like(gaps), current.detach() - gaps
+        )
+        (slope,) = torch.autograd.grad(losses.sum(), current)
+        assert ((slope != 0) == pushed).all()
+        assert (-slope[pushed] * advantage > 0).all()
+        assert clipped is not None
+        assert (clipped == ~pushed).all()

@@ -63,7 +63,9 @@ def _writers(stage: Stage) -> str:
         for writer in rollout.everyone
         if writer.share or writer.samples
     ]
-    further = [key for key in ("rescue", "takeover", "demonstrations") if getattr(rollout, key) is not None]
+    further = [
+        key for key in ("rescue", "takeover", "demonstrations", "teacher_prefix") if getattr(rollout, key) is not None
+    ]
     groups = f", {rollout.samples} per prompt" if rollout.samples > 1 else ""
     return ", ".join([*found, *further]) + groups
 

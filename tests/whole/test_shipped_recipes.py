@@ -62,7 +62,7 @@ def test_a_method_is_a_short_file_and_runs(name: str, tmp_path: Path, request: p
             "sampler.slots=4",
         ]
         small += ["sampler.prefill_rows=1", "sampler.prefill_chunk=8"]
-    if name == "methods/ovd":  # the endpoint adds
+    if name in ("methods/ovd", "methods/ovd-cut"):  # the endpoint adds
         address = request.getfixturevalue("adding").address
         places = ("demonstrations", "demonstrations.by")
         small += ["rollout.samples=2", *(f"rollout.{place}.endpoint.address={address}" for place in places)]
