@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
+from itertools import pairwise
 from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
@@ -192,10 +193,17 @@ class Rendered:
     cut: int = (
         0  # response tokens after the spans, left out because the text was cut: a longer text might tokenise otherwise
     )
+    breaks: tuple[int, ...] = ()  # where further texts begin, which are read apart from each other: a view by turn
 
     @property
     def length(self) -> int:
         return int(self.ids.size)
+
+    @property
+    def lengths(self) -> list[int]:
+        """Of the texts that are read apart."""
+        edges = (0, *self.breaks, self.length)
+        return [end - first for first, end in pairwise(edges)]
 
 
 @dataclass(frozen=True, eq=False, repr=False)

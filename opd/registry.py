@@ -528,6 +528,7 @@ CHOICES: dict[str, str] = {
     "view.sibling": "opd.teachers.views:SiblingView",
     "view.feedback": "opd.teachers.views:FeedbackView",
     "view.revision": "opd.teachers.views:RevisionView",
+    "view.turns": "opd.teachers.views:TurnsView",
     "stop_rule.patience": "opd.objective.stopping:Patience",
     "stop_rule.target": "opd.objective.stopping:Target",
     "shares.static": "opd.data.stream:StaticShares",

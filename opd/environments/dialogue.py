@@ -44,9 +44,11 @@ class DialogueEpisode(Episode):
     def step(self, turn: Turn) -> Step:
         expected = self.expected[turn.number]
         reward = None if expected is None else self.part * (turn.text.strip() == str(expected).strip())
+        feedback = "" if not expected or reward else f"The answer is {expected}."
         if turn.number == len(self.messages):
-            return Step(reward=reward, done=True)
-        return Step(messages=[{"role": "user", "content": self.messages[turn.number]}], reward=reward)
+            return Step(reward=reward, done=True, feedback=feedback)
+        said = {"role": "user", "content": self.messages[turn.number]}
+        return Step(messages=[said], reward=reward, feedback=feedback)
 
 
 def read_script(prompt: Prompt) -> list[Mapping[str, Any]]:

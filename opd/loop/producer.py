@@ -447,6 +447,7 @@ class RolloutRewards:
         rescue = spec.rollout.rescue
         views = [*(kind.view for kind in spec.teachers.values()), *([rescue.view] if rescue is not None else [])]
         self._keeps_feedback = any(view.reads_feedback for view in views)
+        self._keeps_turn_feedback = any(view.by_turn for view in views)
         self._uses_rewards = spec.uses_rewards
         self._unrewarded = 0  # steps in a row without rewards
 
@@ -503,7 +504,12 @@ class RolloutRewards:
         """The rollouts of one visit, as a teacher's view sees them."""
         kwargs = self._spec.prompts[visit.source].chat_template_kwargs
         feedback = self._ranks.share(partial(self._feedback, rollouts)) if self._keeps_feedback else {}
-        return Group(rollouts, self._tokenizer, rewards, kwargs, self._stop_ids, feedback)
+        by_turn = self._ranks.share(partial(self._turn_feedback, rollouts)) if self._keeps_turn_feedback else {}
+        return Group(rollouts, self._tokenizer, rewards, kwargs, self._stop_ids, feedback, turn_feedback=by_turn)
+
+    def _turn_feedback(self, rollouts: Sequence[Rollout]) -> dict[str, list[str]]:
+        """What environments said about each turn, from the store."""
+        return {rollout.id: self._store.entries[rollout.id].notes.get("turn_feedback", []) for rollout in rollouts}
 
     def _feedback(self, rollouts: Sequence[Rollout]) -> dict[str, str]:
         """The feedback that came with their rewards, from the store."""

@@ -353,6 +353,11 @@ def _teachers(stage: Stage) -> Iterator[str]:
                 f"teachers.{name}.view: chat_template teacher, but a teacher of kind {kind.name} has no chat template of its own. "
                 "Drop it."
             )
+        if kind.view.by_turn and not kind.has_model:
+            yield (
+                f"teachers.{name}.view {kind.view.name}: every turn is a text of its own, and a teacher of kind {kind.name} reads one text "
+                "per answer. Use a model in this process."
+            )
         for choice in (kind, kind.view):
             yield from (f"teachers.{name}: {mistake}" for mistake in choice.check(StageView.of(stage)))
     if stage.route != DOMAIN and not stage.teachers:

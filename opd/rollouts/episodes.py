@@ -207,7 +207,7 @@ class Playing:
         self.ids: list[int] = []  # the response so far
         self._start = self._turn = 0  # where the current turn begins, and its number
         self._rewards: list[float | None] = []
-        self._feedback: list[str] = []
+        self._feedback: list[str] = []  # of every turn, or ""
         self._counts: Counter[str] = Counter()
         self._said: list[list[dict[str, Any]]] = []  # with history split: every turn and what answered it, as messages
         self._read: np.ndarray | None = None  # with history split: what the current turn reads, after the first
@@ -366,7 +366,7 @@ class Playing:
             self._key_turn = turn.text.strip()
         self._turn += 1
         self._rewards.append(step.reward)
-        self._feedback += [step.feedback] if step.feedback else []
+        self._feedback.append(step.feedback)
         self._counts.update(step.counts)
         over = step.done or self._turn >= self._turns
         more = np.zeros(0, np.int32) if step.done else self.dialogue.ids(step, turn)
@@ -403,12 +403,13 @@ class Playing:
             )
         if any(one is not None for one in self._rewards) or self._counts["lost"]:
             facts["turn_rewards"] = self._rewards
-        if self._feedback:
-            facts["feedback"] = "\n".join(self._feedback)
+        if any(self._feedback):
+            facts["feedback"] = "\n".join(filter(None, self._feedback))
+            facts["turn_feedback"] = self._feedback
         if self._said:
             facts["conversation"] = self._said
         if self._counts["lost"]:
-            self.lost = self._feedback[-1] if self._feedback else "lost"
+            self.lost = next(filter(None, reversed(self._feedback)), "lost")
         if facts:
             sink.note(self.request.id, **facts)
         self.close()

@@ -487,7 +487,7 @@ class Rollouter:
         assert stored.stop is not None
         self.store.finish(rollout_id, stored.stop)
         notes = self.store.entries[first].notes if visit.replay else {}
-        kept = ("reward", "feedback", "turn_rewards", "conversation", "lost")
+        kept = ("reward", "feedback", "turn_feedback", "turn_rewards", "conversation", "lost")
         known = {name: notes[name] for name in kept if name in notes}
         if known:
             self.store.note(rollout_id, **known)

@@ -315,6 +315,7 @@ def text_key(text: Rendered) -> str:
     """Hash of what a teacher read: exact ids, and which of them it scored."""
     digest = hashlib.blake2b(np.ascontiguousarray(text.ids, dtype="<i4").tobytes(), digest_size=16)
     digest.update(np.asarray(text.spans, dtype="<i8").tobytes())
+    digest.update(np.asarray(text.breaks, dtype="<i8").tobytes())
     return digest.hexdigest()
 
 

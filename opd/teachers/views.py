@@ -16,6 +16,7 @@ from pydantic import Field, ValidationInfo, field_validator, model_validator
 from opd.common.errors import RecipeError
 from opd.data.prompts import asking, field_texts, fields_of, filled, question, replaced, well_formed, with_system
 from opd.models.tokenizers import Span, common_spans, open_end, pieces, readable
+from opd.objective.batch import own_turns
 from opd.records import Prompt, Rendered, Rollout
 from opd.registry import Choice, Count, Family, Needs, Positive, StageView, Word, changed
 
@@ -36,6 +37,7 @@ class Group:
     stop_ids: tuple[int, ...] = ()
     feedback: Mapping[str, str] = field(default_factory=dict)  # feedback that came with the rewards, if any
     student: Any = None  # the tokenizer of the responses, if `tokenizer` is the teacher's
+    turn_feedback: Mapping[str, Sequence[str]] = field(default_factory=dict)  # what an environment said about each turn
 
     def response_after(self, prompt: Prompt, rollout: Rollout, skip: int = 0) -> Rendered:
         """The response after another prompt. Its first `skip` tokens are read but not scored."""
@@ -69,6 +71,7 @@ class View(Choice):
 
     family = "view"
     reads_feedback: ClassVar[bool] = False  # reads feedback, so that it is kept with the rewards
+    by_turn: ClassVar[bool] = False  # shows every turn of an episode after a text of its own
     crosses: ClassVar[bool] = False  # the teacher reads the response in the tokens of its own tokenizer
     of_prompt: ClassVar[bool] = True  # depends on the prompt alone
     reprompts: ClassVar[bool] = True  # shows a prompt, so that answers can be sampled under it
@@ -238,7 +241,7 @@ def texts_for(
     found: list[Rendered | None] = []
     for rollout in rollouts:
         text = view.render(prompts[rollout.prompt_id], rollout, groups[rollout.group])
-        if text is None or text.ids.size > context:
+        if text is None or max(text.lengths) > context:
             found.append(None)
             continue
         require_aligned(view, text, rollout)
@@ -265,7 +268,7 @@ def require_aligned(view: View, text: Rendered, rollout: Rollout) -> None:
 # --- Views that use rewards and other answers to the same prompt ---
 
 
-SIBLING, FEEDBACK = "sibling", "feedback"
+SIBLING, FEEDBACK, NEXT = "sibling", "feedback", "next"
 
 
 class RewardedView(View):
@@ -406,6 +409,104 @@ class RevisionView(RewardedView):
         asked = rollout.prompt_ids if self.chat_template == "student" else group.prompt_ids(prompt)
         before = np.concatenate([asked, answer, np.asarray(phrase, dtype=np.int32)])
         return response_after(before, rollout, self.skip)
+
+
+# --- A view by turn ---
+
+
+class TurnsView(ShowingView):
+    """Shows every turn of an episode after a hint of its own: what the environment said after that turn (OpenClaw-RL).
+
+    A hint is read before its own turn, at the end of the message that the turn answers; other turns are read without it.
+    """
+
+    name = "turns"
+    of_prompt = False
+    reprompts = False
+    by_turn = True
+    hint: Text = Field(
+        "\n\nHint: {feedback}", description="of turns: `{feedback}` on the turn, and `{next}`, what followed it"
+    )
+    shortest: Count = Field(
+        1, description="of turns: a turn whose feedback or next message has fewer characters is not scored"
+    )
+
+    @field_validator("hint")
+    @classmethod
+    def _of_the_turn(cls, value: str) -> str:
+        if not set(fields_of(well_formed(value))) & {FEEDBACK, NEXT} or set(fields_of(value)) - {FEEDBACK, NEXT}:
+            raise ValueError("a hint names {feedback} or {next}, and no other field")
+        return value
+
+    def check(self, view: StageView) -> Iterable[str]:
+        yield from super().check(view)
+        if self.chat_template == "teacher":
+            yield "view turns shows the episode as the student read it, so chat_template teacher has no effect. Drop it."
+        if not view.environments:
+            yield "view turns shows what an environment says after a turn, and there is none. Set rollout.environment, or use feedback."
+
+    def render(self, prompt: Prompt, rollout: Rollout, group: Group) -> Rendered | None:
+        turns, texts = own_turns(rollout), list[Rendered]()
+        begins = [*(first for first, _ in turns[1:]), rollout.response_ids.size]
+        frame, asked = message_frame(prompt, group), rollout.prompt_ids
+        feedback = [*group.turn_feedback.get(rollout.id, ()), *[""] * len(turns)]
+        for (first, end), begin, said in zip(turns, begins, feedback, strict=False):
+            known = {FEEDBACK: said.strip(), NEXT: frame.content(rollout.response_ids[end:begin], group.tokenizer)}
+            short = any(len(known[name]) < max(self.shortest, 1) for name in fields_of(self.hint))
+            before = np.concatenate([asked, rollout.response_ids[:first]])
+            if short or end - first <= self.skip or not frame.ends(before):
+                continue
+            text = filled(self.hint, {name: self.cut(value) for name, value in known.items()})
+            hint = group.tokenizer(text, add_special_tokens=False)["input_ids"]
+            place = before.size - len(frame.tail)
+            read = [before[:place], np.asarray(hint, dtype=np.int32), before[place:], rollout.response_ids[first:end]]
+            start = before.size + len(hint)
+            span = (first + self.skip, end, start + self.skip, start + end - first)
+            texts.append(Rendered(np.concatenate(read), (span,), self.name))
+        return joined(texts) if texts else None
+
+
+def joined(texts: Sequence[Rendered]) -> Rendered:
+    """Texts that a teacher reads apart, as one: each has the positions of some turns."""
+    starts = np.cumsum([0, *(text.length for text in texts)]).tolist()
+    spans = [
+        (s0, s1, start + t0, start + t1)
+        for start, text in zip(starts[:-1], texts, strict=True)
+        for s0, s1, t0, t1 in text.spans
+    ]
+    ids = np.concatenate([text.ids for text in texts])
+    return Rendered(ids, tuple(spans), texts[0].view, breaks=tuple(starts[1:-1]))
+
+
+@dataclass(frozen=True)
+class MessageFrame:
+    """What a chat template writes around a user's message. `tail`: ids from the end of its content to the answer."""
+
+    tail: tuple[int, ...]
+    head_text: str
+    tail_text: str
+
+    def ends(self, ids: np.ndarray) -> bool:
+        """Whether a text ends as the template ends a user's message."""
+        return tuple(ids[ids.size - len(self.tail) :].tolist()) == self.tail
+
+    def content(self, ids: np.ndarray, tokenizer: Any) -> str:
+        """The content of the messages between two turns."""
+        text = str(tokenizer.decode(ids.tolist(), skip_special_tokens=True)).strip()
+        return text.removeprefix(self.head_text).removesuffix(self.tail_text).strip()
+
+
+def message_frame(prompt: Prompt, group: Group) -> MessageFrame:
+    """The frame of a user's message. Text prompts have none."""
+    if prompt.messages is None:
+        return MessageFrame((), "", "")
+    one, other = (
+        group.prompt_ids(replace(prompt, messages=({"role": "user", "content": digit},))).tolist() for digit in "01"
+    )
+    same = next((n for n, (a, b) in enumerate(zip(one[::-1], other[::-1], strict=True)) if a != b), 0)
+    text = str(group.tokenizer.decode(one, skip_special_tokens=True))
+    head, _, tail = text.rpartition("0")
+    return MessageFrame(tuple(one[len(one) - same :]), head.strip(), tail.strip())
 
 
 # --- A view for teachers with another tokenizer ---

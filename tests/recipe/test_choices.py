@@ -98,6 +98,7 @@ EXAMPLES: dict[str, dict[str, Any]] = {
     "teacher.sglang": {"address": ["http://box:8000", "http://bay:8000"], "model": "m", "weights": "w", "dtype": "bfloat16", "token_env": "KEY"},
     "teacher.openai": {"address": "https://box", "model": "m", "tokenizer": "t", "max_logprobs": 64, "token_env": "KEY", "patience": 9.0},
     "view.same": {"skip": 3}, "view.instruction": {"instruction": "Be concise.", "place": "system"}, "view.template": {"template": "{prompt} {hint}"},
+    "view.turns": {"hint": "{next}", "shortest": 3, "longest": 9},
     "view.context": {"document": "long", "instead": "short", "longest": 9, "keep": "both", "chat_template": "teacher"},
     "view.feedback": {"sibling": "{sibling}", "feedback": "{feedback}!", "feedback_beside_sibling": False, "closing": "", "longest": 5},
     "view.sibling": {"threshold": 0.5, "template": "{sibling}"}, "view.revision": {"wrong": "again", "correct": "so", "threshold": 0.5},
