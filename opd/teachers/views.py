@@ -463,10 +463,10 @@ class TurnsView(ShowingView):
             start = before.size + len(hint)
             span = (first + self.skip, end, start + self.skip, start + end - first)
             texts.append(Rendered(np.concatenate(read), (span,), self.name))
-        return joined(texts) if texts else None
+        return read_apart(texts) if texts else None
 
 
-def joined(texts: Sequence[Rendered]) -> Rendered:
+def read_apart(texts: Sequence[Rendered]) -> Rendered:
     """Texts that a teacher reads apart, as one: each has the positions of some turns."""
     starts = np.cumsum([0, *(text.length for text in texts)]).tolist()
     spans = [
