@@ -20,9 +20,9 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import multiprocessing
 import tempfile
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, Future, ProcessPoolExecutor
 from contextlib import closing
 from itertools import pairwise
 from pathlib import Path
@@ -35,10 +35,12 @@ from safetensors import safe_open
 
 import opd.models
 from opd.recipe import Stage, load_recipe, shipped_recipes
+from opd.runner.evaluate import evaluate_model
+from opd.runner.run import Run
 from opd.store import RolloutStore
 
 STUDENT, TASK, DOMAIN = "tiny/generalist", "task:addition", "arithmetic"
-OTHERS = [{"source": "task:reverse", "domain": "spelling"}, {"source": "task:caesar", "domain": "ciphers"}]
+OTHERS = ["task:reverse", "task:caesar"]  # what a method may forget
 MOMENTS = ("until", "after", "over", "warmup")  # keys that count steps
 TUNING_SEED = 100
 SAMPLES = 8  # of pass@k
@@ -84,7 +86,7 @@ def adapted(name: str, seed: int, factor: float, args: argparse.Namespace) -> di
         part.pop("eval", None)
     scaled({key: value for key, value in raw.items() if key != "stages"}, share)
     every = max(1, args.steps // args.evaluations)
-    evaluation = {"prompts": args.prompts, "every": every, "k": SAMPLES, "further": OTHERS, "teachers": False}
+    evaluation = {"prompts": args.prompts, "every": every, "teachers": False}
     if stages[0].eval.loss:
         evaluation["loss"] = True
     texts = [prompt for prompt in raw.get("prompts", []) if isinstance(prompt, dict) and prompt.get("plain_text")]
@@ -111,8 +113,22 @@ def scaled(part: Any, share: float) -> None:
 # --- What a run cost, and what it reached ---
 
 
+def measured(model: str, directory: Path, prompts: int) -> dict[str, float]:
+    """Score, pass@8 and answer length of a model on the task, and its score on the tasks that are not trained. Kept in `directory`."""
+    kept = directory / "measured.json"
+    if not kept.is_file():
+        settings: dict[str, Any] = {"count": prompts, "max_new_tokens": 16, "device": "cpu", "seed": 0}
+        (task,) = evaluate_model(model, [TASK], k=SAMPLES, **settings).to_json().values()
+        others = evaluate_model(model, OTHERS, k=0, **settings).to_json().values()
+        values = {key: task[key] for key in ("greedy", "pass_at_k", "length")} | {
+            "others": mean(other["greedy"] for other in others)
+        }
+        kept.write_text(json.dumps(values) + "\n", encoding="utf-8")
+    return dict(json.loads(kept.read_text(encoding="utf-8")))
+
+
 def read(directory: Path) -> dict[str, Any]:
-    """[tokens, operations, score] at every evaluation; and the final score, pass@8, length and forgetting."""
+    """[tokens, operations, score] at every evaluation."""
     stages = load_recipe(str(directory / "resolved.yaml")).stages
     summary = json.loads((directory / "summary.json").read_text(encoding="utf-8"))
     lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
@@ -129,13 +145,12 @@ def read(directory: Path) -> dict[str, Any]:
             operations += weights * read_tokens * per_token(stage)
             if f"eval/{DOMAIN}" in line:
                 curve.append([tokens, operations, line[f"eval/{DOMAIN}"]])
-    after = last[DOMAIN]["details"]["after"]
     curve.append([tokens, operations, last[DOMAIN]["after"]])
-    lost = [first[other["domain"]]["before"] - last[other["domain"]]["after"] for other in OTHERS]
     return {
-        "curve": curve, "score": last[DOMAIN]["after"], f"pass@{SAMPLES}": after["pass_at_k"], "length": after["length"],
-        "forgetting": mean(lost), "seconds": round(sum(stage["seconds"] for stage in summary["stages"]), 1),
-    }  # fmt: skip
+        "curve": curve,
+        "score": last[DOMAIN]["after"],
+        "seconds": round(sum(stage["seconds"] for stage in summary["stages"]), 1),
+    }
 
 
 def per_token(stage: Stage) -> float:
@@ -158,12 +173,17 @@ def at(curve: list[list[float]], axis: int, budget: float) -> float:
     return curve[-1][2]
 
 
-def compare(runs: dict[str, dict[str, Any]], names: list[str], seeds: int) -> dict[str, Any]:
+def run_name(name: str, seed: int, factors: dict[str, float]) -> str:
+    """Of a method's run, with the multiple of its learning rate: runs of another one stay where they are."""
+    return f"{name}-seed{seed}" + (f"-x{factors[name]:g}" if factors[name] != 1 else "")
+
+
+def compare(runs: dict[str, dict[str, Any]], names: dict[str, list[str]]) -> dict[str, Any]:
     """The row of each method: means over seeds, and standard errors of the scores at equal budgets."""
     budgets = [min(run["curve"][-1][axis] for run in runs.values()) for axis in (0, 1)]
     rows = {}
-    for name in names:
-        found = [runs[f"{name}-seed{seed}"] for seed in range(seeds)]
+    for name, keys in names.items():
+        found = [runs[key] for key in keys]
         row: dict[str, Any] = {}
         for axis, key in enumerate(("equal_tokens", "equal_operations")):
             scores = [at(run["curve"], axis, budgets[axis]) for run in found]
@@ -178,6 +198,24 @@ def compare(runs: dict[str, dict[str, Any]], names: list[str], seeds: int) -> di
     return {"tokens": budgets[0], "operations": budgets[1], "methods": rows}
 
 
+def trained(key: str, name: str, seed: int, factor: float, directory: Path, args: argparse.Namespace) -> dict[str, Any]:
+    """One run of a method, and what its model can do afterwards. What is in `directory` already is read."""
+    where = carry_out(key, adapted(name, seed, factor, args), directory, here=True)
+    found, before = read(where), measured(STUDENT, directory, args.prompts)
+    after = measured(str(Run(where).model), where, args.prompts)
+    lost = before["others"] - after["others"]
+    return found | {f"pass@{SAMPLES}": after["pass_at_k"], "length": after["length"], "forgetting": lost}
+
+
+class Here(Executor):
+    """Runs in this process, one after another."""
+
+    def submit(self, fn: Any, /, *args: Any, **kwargs: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+        future.set_result(fn(*args, **kwargs))
+        return future
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--methods", help="names, separated by commas; default: all that can be compared")
@@ -187,7 +225,7 @@ def main() -> None:
     parser.add_argument("--factors", type=float, nargs="+", default=[1.0], help="multiples of a recipe's learning rate")
     parser.add_argument("--prompts", type=int, default=200, help="held-out prompts of an evaluation")
     parser.add_argument("--evaluations", type=int, default=6, help="on the way")
-    parser.add_argument("--workers", type=int, default=1, help="runs at a time, one thread each")
+    parser.add_argument("--workers", type=int, default=0, help="processes, one thread each; 0: in this process")
     parser.add_argument("--directory", type=Path, help="keep the runs here, and continue with those that are there")
     parser.add_argument("--draw", action="store_true", help="only draw the figure, from the results that are there")
     args = parser.parse_args()
@@ -200,39 +238,41 @@ def main() -> None:
             raise SystemExit(f"--methods {name}: {left_out.get(name) or 'no such method; known: ' + ', '.join(known)}")
     directory = args.directory or Path(tempfile.mkdtemp())
     directory.mkdir(parents=True, exist_ok=True)
-    factors = {name: tuned(name, directory, args) for name in names}
-    runs = {}
-
-    def carried_out(key: str, name: str, seed: int) -> None:
-        runs[key] = read(carry_out(key, adapted(name, seed, factors[name], args), directory))
-        print(f"{len(runs)}/{len(names) * args.seeds} {key}: {runs[key]['score']:.1%}", flush=True)
-
-    with ThreadPoolExecutor(args.workers) as pool:
-        for done in [pool.submit(carried_out, *entry) for entry in keys(names, args.seeds)]:
-            done.result()
-    result = compare(runs, names, args.seeds)
+    measured(STUDENT, directory, args.prompts)
+    spawn = multiprocessing.get_context("spawn")  # torch does not like to be forked
+    with ProcessPoolExecutor(args.workers, spawn) if args.workers else Here() as pool:
+        factors = tuned(pool, names, directory, args)
+        # all methods with the first seed come first, so that an interrupted study has a result for each
+        keys = {run_name(name, seed, factors): (name, seed) for seed in range(args.seeds) for name in names}
+        waiting = {
+            key: pool.submit(trained, key, name, seed, factors[name], directory, args)
+            for key, (name, seed) in keys.items()
+        }
+        runs = {}
+        for number, (key, future) in enumerate(waiting.items(), 1):
+            runs[key] = future.result()
+            print(f"{number}/{len(waiting)} {key}: {runs[key]['score']:.1%}", flush=True)
+    result = compare(runs, {name: [run_name(name, seed, factors) for seed in range(args.seeds)] for name in names})
     for name, row in sorted(result["methods"].items(), key=lambda item: -item[1]["equal_tokens"]):
         print(f"{name:24} {row['equal_tokens']:7.1%} {row['equal_operations']:7.1%} pass@{SAMPLES} {row[f'pass@{SAMPLES}']:6.1%} "
               f"length {row['length']:4.1f} forgetting {row['forgetting']:+6.1%} {row['operations']:8.2e} operations")  # fmt: skip
     settings = {key: getattr(args, key) for key in ("steps", "rollouts", "seeds", "prompts")}
-    save("zoo.json", {"task": TASK, "start": STUDENT, **settings, "factors": factors, **result, "left_out": left_out, "runs": runs})  # fmt: skip
+    start = measured(STUDENT, directory, args.prompts)
+    save("zoo.json", {"task": TASK, "start": STUDENT, **settings, "before": start, "factors": factors, **result, "left_out": left_out, "runs": runs})  # fmt: skip
     return draw(saved("zoo.json"))
 
 
-def keys(names: list[str], seeds: int) -> Iterator[tuple[str, str, int]]:
-    """All methods with the first seed come first, so that an interrupted study has a result for each."""
-    return ((f"{name}-seed{seed}", name, seed) for seed in range(seeds) for name in names)
-
-
-def tuned(name: str, directory: Path, args: argparse.Namespace) -> float:
-    """The multiple of the recipe's learning rate that ends highest with a seed of its own."""
+def tuned(pool: Executor, names: list[str], directory: Path, args: argparse.Namespace) -> dict[str, float]:
+    """For each method the multiple of its learning rate that ends highest with a seed of its own."""
     if len(args.factors) == 1:
-        return float(args.factors[0])
-    found = {}
-    for factor in args.factors:
-        where = carry_out(f"tuning-{name}-{factor:g}", adapted(name, TUNING_SEED, factor, args), directory)
-        found[factor] = read(where)["score"]
-    return float(max(found, key=lambda factor: found[factor]))
+        return dict.fromkeys(names, float(args.factors[0]))
+    tries = {
+        (name, factor): pool.submit(trained, f"tuning-{name}-{factor:g}", name, TUNING_SEED, factor, directory, args)
+        for factor in args.factors
+        for name in names
+    }
+    scores = {key: future.result()["score"] for key, future in tries.items()}
+    return {name: float(max(args.factors, key=lambda factor: scores[name, factor])) for name in names}
 
 
 def draw(results: dict[str, Any]) -> None:
