@@ -236,6 +236,7 @@ def test_two_kills_leave_no_trace_in_student_or_discriminator(tmp_path: Path) ->
     assert run.metrics[-1]["grad_norm/judge"] > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "changes",
     [["train.precision=mixed"], ["student.lora={rank: 4}", "modules.judge.optimiser=muon", "train.precision=autocast"]],

@@ -142,6 +142,7 @@ def test_a_live_teacher_is_rejected_if_weights_are_sharded(tmp_path: Path) -> No
         open_teachers({"coach": kind}, student, lambda ref: student, RunContext(ranks=Sharded()))
 
 
+@pytest.mark.slow
 def test_two_ranks_take_the_step_of_one(tmp_path: Path) -> None:
     together(2, tmp_path / "log.txt", Job(tmp_path / "two", "quickstart", SHORT))
     opd.run("quickstart", overrides=SHORT, out=tmp_path / "one")

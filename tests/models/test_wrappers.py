@@ -95,6 +95,7 @@ def test_a_run_and_a_dry_run_say_it_without_a_traceback(role: str, tmp_path: Pat
         assert "Traceback" not in said
 
 
+@pytest.mark.slow
 def test_every_wrapper_for_images_that_transformers_knows_is_recognised(tmp_path: Path) -> None:
     """By its default config alone; those whose default config needs files of the hub are left out."""
     found = {}

@@ -371,6 +371,7 @@ def failing(action: str) -> dict[str, Any]:
     }
 
 
+@pytest.mark.slow
 def test_a_failing_run_alarms_once_and_stops_and_resumes(tmp_path: Path) -> None:
     warned = opd.run(failing("warn"), out=tmp_path / "warned")
     off = opd.run(failing("off"), out=tmp_path / "off")

@@ -268,6 +268,7 @@ def test_two_kills_leave_no_trace_in_student_or_head(lora: Any, tmp_path: Path) 
     assert run.metrics[-1]["explained/1:value"] != 0
 
 
+@pytest.mark.slow
 def test_a_head_learns_the_returns_of_a_policy_that_is_held_still() -> None:
     student = tiny_model()
     train = {"lr": 1e-9, "micro_tokens": 64}

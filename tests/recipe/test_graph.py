@@ -289,6 +289,7 @@ def test_the_version_changes_with_what_a_run_computes_by_and_with_nothing_else(t
     assert len({before, renamed, source_hash(tmp_path)}) == 3
 
 
+@pytest.mark.slow
 def test_parts_of_a_pipeline_and_stages_of_another_run(tmp_path: Path) -> None:
     """Two stages, then the third; then another run that takes over what has not changed."""
     student = save_tiny(tmp_path / "student")
@@ -377,6 +378,7 @@ def test_why_a_finished_stage_of_another_run_is_not_taken(tmp_path: Path, capsys
     assert run.difference(one.model_copy(update={"name": "new"}), run._inputs["one"]) == ""
 
 
+@pytest.mark.slow
 def test_a_stage_that_is_passed_over_is_finished(tmp_path: Path) -> None:
     """Nothing is chosen for `polish`, alone or merged: what it starts from comes out of it, here, later and elsewhere."""
     student = save_tiny(tmp_path / "student")

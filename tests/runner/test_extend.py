@@ -324,6 +324,7 @@ def test_a_job_script_names_what_differs(ten: Path, models: dict[str, str], tmp_
         opd.run(spec | {"train": trained(12)}, out=directory, resume=True)
 
 
+@pytest.mark.slow
 def test_a_pipeline_names_the_stage_and_rebuilds_nothing(models: dict[str, str], tmp_path: Path) -> None:
     stages = [{"name": "one"}, {"name": "side", "student": models["student"]}, {"name": "two", "student": "stage:one"}]
     spec = {**small(models, train=trained(2), checkpoint={"every": 0}), "stages": stages}
@@ -366,6 +367,7 @@ def same_weights_by_stage(run: opd.Run, reference: opd.Run) -> None:
         assert (ours / name / "model.safetensors").read_bytes() == (theirs / name / "model.safetensors").read_bytes()
 
 
+@pytest.mark.slow
 def test_a_changed_stage_is_reused_where_it_came_to_the_same(
     ten: Path, models: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

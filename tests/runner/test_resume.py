@@ -425,6 +425,7 @@ def test_a_replay_that_differs_is_an_error(reference: opd.Run) -> None:
 # One owner
 
 
+@pytest.mark.slow
 def test_one_owner_per_run(models: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     strike(monkeypatch, SAMPLED, 2, Crash)
     with pytest.raises(Crash):

@@ -98,6 +98,7 @@ def test_losses_are_those_of_teachers_that_are_all_resident(tmp_path: Path) -> N
     assert not [path for path in (tmp_path / "two").iterdir() if path.name.startswith("tmp")]
 
 
+@pytest.mark.slow
 def test_parts_of_mixtures_come_and_go_as_well(tmp_path: Path) -> None:
     """All their heads are here at once where the loss needs them, and one that another kind reads stays."""
     spec = recipe(

@@ -111,6 +111,7 @@ def test_it_changes_nothing_and_can_be_switched_off(tmp_path: Path) -> None:
     assert losses["true"] == losses["false"]
 
 
+@pytest.mark.slow
 def test_a_resumed_run_does_not_measure_again(tmp_path: Path) -> None:
     recipe = {
         **RECIPE,

@@ -192,6 +192,7 @@ def test_demonstrations_replace_answers_that_failed_and_say_who_wrote_them(serve
     assert TOKEN not in json.dumps(call.call)
 
 
+@pytest.mark.slow
 def test_a_resumed_run_does_not_ask_again(served: Served, tmp_path: Path) -> None:
     by = {"kind": "chat", "endpoint": endpoint(served)}
     whole = opd.run(demonstrated(served, by=by, below=0.5), out=tmp_path / "whole")

@@ -210,6 +210,7 @@ def test_a_run_trains_from_them_as_from_the_model_and_keeps_them(tmp_path: Path)
     assert all(signal.values.ids.shape[1] == 7 and signal.mask.all() for signal in kept.values())
 
 
+@pytest.mark.slow
 def test_a_resumed_run_does_not_ask_for_them_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     spec = recipe(tmp_path, "test_narrow") | {"checkpoint": {"resume": "exact"}}
     reference = opd.run(spec, out=tmp_path / "reference")

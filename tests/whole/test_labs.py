@@ -14,6 +14,7 @@ from opd.runner.plan import make_plan
 LABS = [name for name in shipped_recipes() if name.startswith("labs/")]
 
 
+@pytest.mark.slow
 def test_a_lab_can_be_planned() -> None:
     recipe = load_recipe("labs/default", ["eval.prompts=2"])
     assert [plan.stage for plan in make_plan(recipe)] == [stage.name for stage in recipe.stages]

@@ -34,6 +34,7 @@ def test_a_folder_of_that_name_does_not_hide_the_package(tmp_path: Path) -> None
     assert found.returncode == 0, f"{found.stderr}\nSet the environment up again: make test"
 
 
+@pytest.mark.slow
 def test_an_editable_installation_is_found_next_to_the_clone(tmp_path: Path) -> None:
     site = tmp_path / "site"
     with zipfile.ZipFile(built("build_editable", tmp_path)) as wheel:
@@ -44,6 +45,7 @@ def test_an_editable_installation_is_found_next_to_the_clone(tmp_path: Path) -> 
     assert Path(found.stdout.strip()) == where / "opd" / "opd" / "__init__.py"
 
 
+@pytest.mark.slow
 def test_data_files_are_in_the_wheel(tmp_path: Path) -> None:
     package = [path for path in (ROOT / "opd").rglob("*") if path.is_file() and "__pycache__" not in path.parts]
     wanted = {path.relative_to(ROOT).as_posix() for path in package}

@@ -166,6 +166,7 @@ def test_a_second_module_is_one_file(tmp_path: Path) -> None:
         load_recipe(raw | {"modules": {}, "plugins": [str(whole.directory / "plugins" / "heads.py")]})
 
 
+@pytest.mark.slow
 def test_a_module_with_its_own_passes_is_one_file(tmp_path: Path) -> None:
     """The module of the page, alone in a file: the student's reward, trained, saved, and resumed with the same bits."""
     (code,) = (block for block in re.findall(r"```python\n(.*?)```", PAGE, re.S) if "class TokenWorth" in block)
@@ -415,6 +416,7 @@ def test_evaluation_knows_them_too(tmp_path: Path) -> None:
         evaluate_model("tiny/generalist", ["task:addition"], plugins=["nowhere.py"], **settings)
 
 
+@pytest.mark.slow
 def test_a_sampler_of_ones_own_draws_the_same_tokens(recipe: Path, tmp_path: Path) -> None:
     small = ["train.steps=1", "rollout={prompts: 3, max_new_tokens: 6}", "eval.prompts=0", "device=cpu", "log={}"]
     runs = [

@@ -13,6 +13,10 @@ from tests.support import methods_page
 from tests.support.chat_endpoint import Served, serving
 
 METHODS = [name for name in shipped_recipes() if name.startswith("methods/")]
+SHOWN = (
+    "opd gkd thinking-machines mopd mimo-objective opsd gold grpo sft multi-turn-opd ppo spin"  # run by `make test` too
+)
+QUICK = [f"methods/{name}" for name in SHOWN.split()]
 
 
 @pytest.mark.parametrize("name", shipped_recipes())
@@ -40,13 +44,16 @@ def adding() -> Iterator[Served]:
         yield found
 
 
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize(
+    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in METHODS]
+)
 def test_a_method_is_a_short_file_and_runs(name: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     assert len(shipped_recipes()[name].read_text(encoding="utf-8").splitlines()) <= 30
     small = [
         "train.steps=2",
         "rollout.prompts=4",
         "eval.prompts=2",
+        "eval.teachers=false",
         "sampler.slots=8",
         "device=cpu",
         "log.start_table=false",
@@ -58,7 +65,6 @@ def test_a_method_is_a_short_file_and_runs(name: str, tmp_path: Path, request: p
             "rollout.prompts=1",
             "rollout.max_new_tokens=3",
             "eval.prompts=1",
-            "eval.teachers=false",
             "sampler.slots=4",
         ]
         small += ["sampler.prefill_rows=1", "sampler.prefill_chunk=8"]
