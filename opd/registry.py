@@ -501,6 +501,7 @@ CHOICES: dict[str, str] = {
     "share_schedule.validation_loss": "opd.rollouts.pace:LossSchedule",
     "length_schedule.line": "opd.rollouts.pace:LineGrowth",
     "length_schedule.matched": "opd.rollouts.pace:MatchedGrowth",
+    "environment.agent": "opd.environments.agent:AgentEnvironment",
     "environment.calculator": "opd.environments.calculator:Calculator",
     "environment.dialogue": "opd.environments.dialogue:ScriptedDialogue",
     "environment.grid": "opd.environments.grid:Grid",

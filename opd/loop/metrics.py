@@ -107,8 +107,8 @@ def step_metrics(
     if overlaps := [found.overlap for _, found in statistics if found.overlap.size]:
         metrics["overlap"] = _mean(_joined(overlaps))
     metrics["tokens"] = int(lengths.sum())
-    metrics["response_length"] = float(lengths.mean())
-    metrics["truncated"] = float(np.mean([rollout.stop == "length" for rollout in rollouts]))
+    metrics["response_length"] = float(lengths.mean()) if rollouts else 0.0
+    metrics["truncated"] = float(np.mean([rollout.stop == "length" for rollout in rollouts])) if rollouts else 0.0
     metrics["mismatch"] = _mean(_joined([found.mismatch for _, found in statistics]))
     own = {rollout.id for rollout in rollouts if (rollout.author == Author.STUDENT).any()}
     given = [reward for name, reward in rewards.items() if reward is not None and name in own]

@@ -42,7 +42,7 @@ from opd.objective.batch import Batch, Written
 from opd.recipe import Stage
 from opd.records import Author, Prompt, Rollout, Sample, Visit
 from opd.rewards import Rewarder
-from opd.rollouts.episodes import earned_by, played_metrics, played_sample, split_turns
+from opd.rollouts.episodes import PARTS, earned_by, played_metrics, played_sample, split_conversations, split_turns
 from opd.rollouts.rollouter import Rollouter, as_trained
 from opd.store import RolloutStore
 from opd.teachers.views import Group
@@ -137,7 +137,11 @@ class BatchMaker:
             if prompt.environment is None or prompt.environment.history == "keep":
                 found.append(rollout)
                 continue
-            turns = split_turns(rollout, prompt, noted.get("conversation", ()), self.rollouter.tokenizer)
+            turns = (
+                split_conversations(rollout, noted[PARTS])
+                if PARTS in noted
+                else split_turns(rollout, prompt, noted.get("conversation", ()), self.rollouter.tokenizer)
+            )
             found += turns
             if rollout.id in rewards:
                 given |= {turn.id: rewards[rollout.id] for turn in turns}

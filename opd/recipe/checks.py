@@ -176,6 +176,10 @@ def _environment(stage: Stage) -> Iterator[str]:
                 f"rollout.environment {outside.name} with checkpoint.resume exact: its effects are outside, so an interrupted call is not "
                 "repeated, and the run cannot end as if nothing had happened. Use prefill."
             )
+    fixed = next((one for one in stage.environments if not one.replays), None)
+    if fixed is not None and (rollout.takeover is not None or stage.checkpoint.resume == "exact"):
+        what = "rollout.takeover" if rollout.takeover is not None else "checkpoint.resume exact"
+        yield f"rollout.environment {fixed.name} with {what}: turns are asked for from outside, so none can be played again. Drop one."
     others = [
         key
         for key in ("rescue", "demonstrations", "experience", "teacher_mix", "teacher_prefix")

@@ -87,7 +87,7 @@ class Bridge:
 
     def _styled(self, messages: Sequence[Message], calls: Sequence[Call]) -> tuple[ToolStyle, list[Message]]:
         """How the template takes these messages, and the messages in that form with harmless text."""
-        given = [{**message, "content": self._harmless(message["content"])} for message in messages]
+        given = [{**message, "content": self.harmless(message["content"])} for message in messages]
         style = self.tools if any(message["role"] == "tool" for message in given) else "user"
         if style == "calls" and not calls:
             style = "user"
@@ -180,7 +180,8 @@ class Bridge:
         added = self._tokenizer.added_tokens_decoder.values()
         return [*self._stops, *(token.content for token in added if token.special and token.content)]
 
-    def _harmless(self, content: Any) -> str:
+    def harmless(self, content: Any) -> str:
+        """Text in which no special token can end or begin a turn."""
         text = re.sub("[\ud800-\udfff]", "\ufffd", str(content or ""))  # halves of surrogate pairs, as in broken JSON
         return self._special.sub(lambda found: f"{found[0][0]} {found[0][1:]}", text)
 

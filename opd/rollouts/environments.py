@@ -113,6 +113,8 @@ class Environment(Choice):
     inline: ClassVar[bool] = (
         False  # steps take microseconds and have no effects: they run in the sampling loop, unlogged
     )
+    bounded: ClassVar[bool] = False  # whether at most `workers` episodes are open at the same time, such as processes
+    replays: ClassVar[bool] = True  # whether given turns can be played in it: for take-overs and an exact resume
     takes_tokenizer: ClassVar[bool] = False  # whether `open` takes the tokenizer as well, for steps that give ids
 
     turns: Positive = Field(8, le=10_000, description="largest number of the student's turns")
@@ -203,6 +205,12 @@ class Environment(Choice):
                 f"environment {self.name} could not open an episode of prompt {prompt.id!r}: {type(error).__name__}: {said}. "
                 "Fix the environment, or raise call_seconds if it is slow."
             ) from error
+
+    def player(self) -> Any:
+        """The class that plays its rollouts: a `Playing`."""
+        from opd.rollouts.episodes import Playing
+
+        return Playing
 
     def opened(self, prompt: Prompt, template_kwargs: Mapping[str, Any]) -> Prompt:
         """The prompt with the environment's first messages and tools. It remembers the environment."""

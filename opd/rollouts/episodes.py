@@ -36,6 +36,7 @@ from opd.records import (
     Prompt,
     Rollout,
     Sample,
+    SampledToken,
     SampleRequest,
     StopReason,
     TokenColumns,
@@ -47,6 +48,7 @@ from opd.rollouts.tool_calls import Malformed, ToolFormat, tool_format, turn_tex
 WRITERS = {author: author.name.lower() for author in Author} | {Author.ENV: "environment", Author.DATA: "dataset"}
 TURNS = 16  # turns with a metric each
 TURN_OF = "turn_of"  # in the extras of a rollout that is one turn of a stored one: the stored one's id
+PARTS = "parts"  # in the notes of a rollout with an agent: where its conversations are
 OPENINGS = 3  # attempts to open an episode
 GRACE = 2.0  # seconds that the end of a run waits for running steps, and then for episodes to close
 TAKEOVER = (
@@ -56,6 +58,7 @@ FIRST_TURNS = "first_turns"  # the field of a prompt with the ids of the turns t
 KEY_TURN = "key_turn"  # and the field with the corrected turn after them: `right`, `wrong`, and three `rewards`
 FAILURES = ("timeouts", "errors", "lost")
 COUNTS = ("calls", "malformed", *FAILURES)  # noted with every rollout that has any
+ASKED = ("conversations", "retries", "dropped", "refused", "unused")  # of agents that ask for turns
 
 
 class TurnSink(Protocol):
@@ -74,6 +77,8 @@ class StepLog(Protocol):
     def logged(self) -> EnvironmentRecord | None: ...
 
     def call(self, key: Any, execute: Callable[[], Any]) -> Any: ...
+
+    def sync(self) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -304,6 +309,9 @@ class Playing:
 
     # In the sampler's thread
 
+    def drawn(self, token: SampledToken) -> None:
+        self.ids.append(token.token)
+
     def proceed(self, sink: TurnSink) -> Turn | Malformed | SampleRequest | None:
         """After opening, and after each response: the stored turn to play again, the given turn, or the turn to sample."""
         known = None
@@ -497,6 +505,23 @@ def key_rewards(
     return [earned if number == turn else 0.0 for number in range(len(rewards))]
 
 
+def split_conversations(
+    rollout: Rollout, conversations: Sequence[tuple[tuple[int, int], Sequence[tuple[int, int]]]]
+) -> list[Rollout]:
+    """A rollout for every conversation of an agent. Each is given by its places in the response: the prompt, then the rest."""
+    found = []
+    for number, ((first, end), parts) in enumerate(conversations):
+        columns: dict[str, Any] = {
+            name: np.concatenate([getattr(rollout, name)[a:b] for a, b in parts])
+            for name in ("response_ids", "author", "logprob", "logprob_sampled", "logprob_stop", "version")
+        }
+        read, extras = rollout.response_ids[first:end], {**rollout.extras, TURN_OF: rollout.id}
+        found.append(
+            replace(rollout, id=f"{rollout.id}/conversation{number}", prompt_ids=read, extras=extras, **columns)
+        )
+    return found
+
+
 def earned_by(notes: Mapping[str, Any]) -> float | None:
     """The sum of the turns' rewards; None if the environment lost the rollout."""
     return None if "lost" in notes else float(sum(reward for reward in notes["turn_rewards"] if reward is not None))
@@ -528,6 +553,9 @@ def played_metrics(played: Sequence[tuple[Rollout, Mapping[str, Any]]]) -> dict[
     found = {f"env/{name}": float(counts[name]) for name in COUNTS if name != "calls"}
     found["env/turns"] = float(np.mean([len(own_turns(rollout)) for rollout, _ in played]))
     found["env/calls"] = counts["calls"] / len(played)
+    for name in ASKED:
+        if any(name in noted for _, noted in played):
+            found[f"env/{name}"] = float(sum(noted.get(name, 0) for _, noted in played))
     by_turn: dict[int, list[float]] = {}
     for _, noted in played:
         for turn, reward in enumerate(noted.get("turn_rewards", ())[:TURNS], 1):
@@ -579,9 +607,15 @@ class StepPool:
     """A few threads for the steps of one environment. They wait for the disk and for the environment, each step with a time limit."""
 
     def __init__(self, workers: int, done: queue.SimpleQueue[Done]) -> None:
-        self.workers, self.unopened, self.opening = workers, deque[Playing](), 0
+        self.workers, self.unopened, self.opening, self.opened = workers, deque[Playing](), 0, 0
         self._started, self.running, self._done = 0, 0, done
         self._jobs: queue.SimpleQueue[tuple[Playing, Callable[[], Any]] | None] = queue.SimpleQueue()
+
+    @property
+    def has_room(self) -> bool:
+        """Whether another episode may be opened."""
+        opened = self.opened if self.unopened[0].environment.bounded else 0
+        return self.opening + opened < self.workers
 
     def submit(self, playing: Playing, job: Callable[[], Any]) -> None:
         self.running += 1
@@ -664,7 +698,7 @@ class TurnSource:
             while True:
                 self._take(self._done.get_nowait())
         for pool in self._pools.values():
-            while not self._ready and pool.unopened and pool.opening < pool.workers:
+            while not self._ready and pool.unopened and pool.has_room:
                 self._begin(pool.unopened.popleft())
         if self._ready:
             return self._ready.popleft()
@@ -679,6 +713,7 @@ class TurnSource:
     def _begin(self, playing: Playing) -> None:
         if playing.environment.inline:
             playing.open()
+            self._pool(playing).opened += 1
             self._continue(playing, playing.proceed(self._sink))
         else:
             self._pool(playing).opening += 1
@@ -688,6 +723,7 @@ class TurnSource:
         pool, opened = self._pool(done.playing), not isinstance(done.result, Step)
         pool.running -= 1
         pool.opening -= opened
+        pool.opened += opened
         if done.error is not None:
             raise done.error
         if opened:
@@ -709,4 +745,5 @@ class TurnSource:
 
     def _finish(self, playing: Playing) -> None:
         self._open -= 1
+        self._pool(playing).opened -= 1
         self._sink.finish(playing.request.id, playing.stop)

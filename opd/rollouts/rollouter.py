@@ -48,7 +48,7 @@ from opd.records import (
     Visit,
 )
 from opd.registry import validate_settings
-from opd.rollouts.episodes import Dialogue, Dialogues, GivenTurn, GivenTurns, Playing, TurnSink, TurnSource
+from opd.rollouts.episodes import PARTS, Dialogue, Dialogues, GivenTurn, GivenTurns, Playing, TurnSink, TurnSource
 from opd.rollouts.pace import Pace
 from opd.rollouts.replay import RunSource, numbered_prompt
 from opd.rollouts.settings import Rollouts
@@ -295,7 +295,7 @@ class Rollouter:
                     request = self._resumed(request, begun, writer, version)
                 if plan.in_environment:
                     request = replace(request, prefix_ids=None)
-                    self._playing[rollout_id] = Playing(
+                    self._playing[rollout_id] = visit.prompt.environment.player()(
                         self._dialogues.of(visit.prompt),
                         request,
                         visit.prompt,
@@ -487,7 +487,7 @@ class Rollouter:
         assert stored.stop is not None
         self.store.finish(rollout_id, stored.stop)
         notes = self.store.entries[first].notes if visit.replay else {}
-        kept = ("reward", "feedback", "turn_feedback", "turn_rewards", "conversation", "lost")
+        kept = ("reward", "feedback", "turn_feedback", "turn_rewards", "conversation", PARTS, "lost")
         known = {name: notes[name] for name in kept if name in notes}
         if known:
             self.store.note(rollout_id, **known)
@@ -612,7 +612,7 @@ def draw_into(
             if isinstance(event, SampledToken):
                 on_token(event)
                 if event.request_id in playing:
-                    playing[event.request_id].ids.append(event.token)
+                    playing[event.request_id].drawn(event)
                 if event.request_id in replayed and replayed[event.request_id].holds(event):
                     continue
                 if event.request_id in drawn:  # the next step has begun
@@ -737,7 +737,9 @@ def _in_memory(
     if prompts:
         dialogues = Dialogues(tokenizer, requests[0].sampling.stop_ids if requests else ())
         playing = {
-            request.id: Playing(dialogues.of(prompts[request.id]), request, prompts[request.id])
+            request.id: prompts[request.id].environment.player()(
+                dialogues.of(prompts[request.id]), request, prompts[request.id]
+            )
             for request in requests
             if prompts[request.id].environment is not None
         }

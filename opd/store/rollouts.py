@@ -1718,6 +1718,10 @@ class Replay:
         """What an earlier process logged of the next call. If it is not finished, the process died inside the call."""
         return self._logged.get(self._order)
 
+    def sync(self) -> None:
+        """Wait until everything that was written so far is durable."""
+        self._store.commit(sync=True)
+
     def call(self, key: Any, execute: Callable[[], Any]) -> Any:
         """The logged result of this call. If there is none, execute it and return once the result is durable."""
         key, order, logged = _plain(key), self._order, self.logged

@@ -136,6 +136,8 @@ EXAMPLES: dict[str, dict[str, Any]] = {
     "environment.gymnasium": {"package": "gem", "id": "game:GuessTheNumber-v0", "arguments": {"size": 3}, "action": "number", "workers": 2},
     "environment.textarena": {"id": "Wordle-v0", "arguments": {"size": 3}, "turn_tokens": 9, "call_seconds": 5.0},
     "environment.scienceworld": {"task": "boil", "simplifications": "", "steps": 9, "action": "text"},
+    "environment.agent": {"command": ["python", "agent.py"], "variables": ["KEY"], "columns": ["answer"], "program_effects": "outside",
+                          "repeats": "sample", "turns": 3, "call_seconds": 9.0, "workers": 2},
     "environment.openenv": {"url": "http://127.0.0.1:8000", "action_key": "message", "observation_key": "said", "options": {"size": 3}},
 }  # fmt: skip
 
