@@ -25,8 +25,8 @@ from opd.common.errors import RecipeError
 from opd.common.http import Variable, token_of
 from opd.common.text import plain
 from opd.data.prompts import question
-from opd.environments.chat_protocols import RequestError
-from opd.environments.chat_server import LOOPBACK, ChatServer, Ended, Session, Sessions, reward_of
+from opd.environments.chat_protocols import ChatError
+from opd.environments.chat_server import LOOPBACK, AgentEnded, AgentSession, AgentSessions, ChatServer, given_reward
 from opd.records import Message, Prompt
 from opd.registry import Positive, StageView
 from opd.rollouts.environments import Effects, Environment, Episode
@@ -110,15 +110,15 @@ class AgentEnvironment(Environment):
 
     def server(self) -> ChatServer:
         """The endpoint of this process for these settings, started when it is first needed."""
-        name = (self.host, self.port or 0) if self.port is not None else (LOOPBACK, None)
+        name = (self.host, self.port, self.token_env)
         with _starting:
             if name not in _servers:
                 token = token_of(self.token_env, "the port of environment agent") if self.token_env else None
-                _servers[name] = ChatServer(Sessions(token or ""), self.host, self.port or 0)
+                _servers[name] = ChatServer(AgentSessions(token or ""), self.host, self.port or 0)
             return _servers[name]
 
 
-_servers: dict[tuple[str, int | None], ChatServer] = {}
+_servers: dict[tuple[str, int | None, str | None], ChatServer] = {}
 _starting = threading.Lock()
 
 
@@ -141,13 +141,13 @@ class AgentEpisode(Episode):
 
     def __init__(self, environment: AgentEnvironment, prompt: Prompt, key: int) -> None:
         self.environment, self._server = environment, environment.server()
-        self.session: Session = self._server.sessions.open(
+        self.session: AgentSession = self._server.sessions.open(
             facts_of(prompt, key, environment.columns), own=bool(environment.command)
         )
-        self._program: Program | None = None
+        self._program: AgentProcess | None = None
         if environment.command:
             try:
-                self._program = Program(environment, self._server.url, self.session)
+                self._program = AgentProcess(environment, self._server.url, self.session)
             except OSError as error:
                 self._server.sessions.close(self.session)
                 raise RecipeError(
@@ -160,10 +160,10 @@ class AgentEpisode(Episode):
             self._program.close()
 
 
-class Program:
+class AgentProcess:
     """The process of an agent. Its last line of output may be `{"reward": 1.0}`."""
 
-    def __init__(self, environment: AgentEnvironment, url: str, session: Session) -> None:
+    def __init__(self, environment: AgentEnvironment, url: str, session: AgentSession) -> None:
         passed = {name: os.environ[name] for name in (*INHERITED, *environment.variables) if name in os.environ}
         passed |= {
             "OPENAI_BASE_URL": f"{url}/v1", "OPENAI_API_KEY": session.token, "OPENAI_API_BASE": f"{url}/v1", "OPENAI_MODEL": "student",
@@ -214,9 +214,9 @@ class Program:
             said = tails.get("err", b"").decode(errors="replace").strip().splitlines()
             problem = f"the agent ended with code {code}: {plain(said[-1], 300) if said else 'it printed no reason'}"
         else:
-            with contextlib.suppress(ValueError, RequestError):
+            with contextlib.suppress(ValueError, ChatError):
                 last = tails.get("out", b"").decode(errors="replace").strip().splitlines()[-1:]
                 found = json.loads(last[0]) if last else None
                 if isinstance(found, dict) and "reward" in found:
-                    self._session.reward = reward_of(found["reward"])
-        self._session.end(Ended(problem))
+                    self._session.reward = given_reward(found["reward"])
+        self._session.end(AgentEnded(problem))

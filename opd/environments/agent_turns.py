@@ -27,8 +27,8 @@ from opd.common.text import first_line
 from opd.data.prompts import render_prompt, response_text, with_system
 from opd.engines.requests import request_key, why_over
 from opd.environments.agent import AgentEnvironment, AgentEpisode
-from opd.environments.chat_protocols import ChatRequest, Finish, Reply, RequestError
-from opd.environments.chat_server import Pending
+from opd.environments.chat_protocols import ChatError, ChatReply, ChatRequest, Finish
+from opd.environments.chat_server import PendingChat
 from opd.records import Author, Message, Prompt, Rollout, SampledToken, SampleRequest, StopReason
 from opd.rollouts.bridge import Bridge
 from opd.rollouts.environments import Step, Turn
@@ -53,15 +53,15 @@ PATIENCE = 4  # requests for every turn that is allowed; more end the rollout
 class Answered(Turn):
     """A turn that answers a request. Without one: the first request is waited for."""
 
-    pending: Pending | None = None
-    reply: Reply | RequestError | None = None
+    pending: PendingChat | None = None
+    reply: ChatReply | ChatError | None = None
 
 
 @dataclass(frozen=True)
 class Asked(Step):
     """The next request of the agent."""
 
-    pending: Pending | None = None
+    pending: PendingChat | None = None
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class Mark:
 
 
 @dataclass
-class Conversation:
+class AgentConversation:
     """`keys`: its messages, as they are compared; `ids`: everything read and written; `places`: where that is in the response."""
 
     number: int
@@ -101,8 +101,8 @@ class Recorded:
 class Current:
     """The turn that is being sampled."""
 
-    pending: Pending
-    conversation: Conversation
+    pending: PendingChat
+    conversation: AgentConversation
     read: int
     first: int
 
@@ -163,7 +163,7 @@ class AgentPlaying(Playing):
         self.ids = [] if durable is None else durable.response_ids.tolist()
         self._logprobs = [] if durable is None else durable.logprob.tolist()
         self._recorded = [] if durable is None else recorded_turns(durable)
-        self._conversations: list[Conversation] = []
+        self._conversations: list[AgentConversation] = []
         self._replies: dict[str, Answered] = {}
         self._current: Current | None = None
         self._requests = 0
@@ -192,7 +192,7 @@ class AgentPlaying(Playing):
         found = session.next(None if waits else self.environment.call_seconds)
         if self._abandoned:  # the end of the run has closed the session
             raise Stopped
-        if isinstance(found, Pending):
+        if isinstance(found, PendingChat):
             return Asked(pending=found)
         counts = (
             {"lost": 1, "timeouts" if found.timed_out else "errors": 1}
@@ -235,13 +235,13 @@ class AgentPlaying(Playing):
             return None
         try:
             return self._asked(pending, sink)
-        except RequestError as error:
+        except ChatError as error:
             self._counts["refused"] += 1
             return replace(self._waiting(), pending=pending, reply=error)
 
     # A request
 
-    def _asked(self, pending: Pending, sink: TurnSink) -> Turn | SampleRequest:
+    def _asked(self, pending: PendingChat, sink: TurnSink) -> Turn | SampleRequest:
         """The recorded answer, or the turn to sample."""
         request = pending.request
         known = self._replies.get(request.digest)
@@ -256,7 +256,7 @@ class AgentPlaying(Playing):
         try:
             conversation, read = self._located(request)
         except (DataError, ModelError) as error:
-            raise RequestError(400, first_line(error)) from None
+            raise ChatError(400, first_line(error)) from None
         self._require_room(conversation, len(read))
         recorded = self._take_recorded(read)
         if recorded is None:
@@ -277,11 +277,11 @@ class AgentPlaying(Playing):
         self._current = current
         return following
 
-    def _repeats(self, known: Answered, pending: Pending) -> bool:
+    def _repeats(self, known: Answered, pending: PendingChat) -> bool:
         lost = known.pending is not None and known.pending.left
         return self.environment.repeats == "answer" or pending.again or lost
 
-    def _located(self, request: ChatRequest) -> tuple[Conversation, list[int]]:
+    def _located(self, request: ChatRequest) -> tuple[AgentConversation, list[int]]:
         """The conversation that a request belongs to, and the ids that are new in it. A conversation that begins has no places yet."""
         if request.protocol == "ids":
             return self._located_ids(request)
@@ -303,10 +303,10 @@ class AgentPlaying(Playing):
         ids = [*conversation.ids[: mark.ids], *bridge]
         return self._begun(request.tools_text, ids), ids
 
-    def _located_ids(self, request: ChatRequest) -> tuple[Conversation, list[int]]:
+    def _located_ids(self, request: ChatRequest) -> tuple[AgentConversation, list[int]]:
         ids = list(request.ids)
         if max(ids) >= len(self.dialogue.tokenizer):
-            raise RequestError(
+            raise ChatError(
                 400, f"token_ids: {max(ids)} is beyond the vocabulary of {len(self.dialogue.tokenizer)} ids"
             )
         for conversation in self._conversations:
@@ -315,7 +315,7 @@ class AgentPlaying(Playing):
                 return conversation, ids[len(known) :]
         return self._begun("", ids), ids
 
-    def _longest(self, keys: Sequence[str], tools: str) -> tuple[Conversation, Mark] | None:
+    def _longest(self, keys: Sequence[str], tools: str) -> tuple[AgentConversation, Mark] | None:
         """The conversation, and its turn, with which most of these messages are the same."""
         found = [
             (mark.messages, conversation.number, conversation, mark)
@@ -329,13 +329,13 @@ class AgentPlaying(Playing):
         best = max(found, key=lambda one: (one[0], one[1]))
         return best[2], best[3]
 
-    def _begun(self, tools: str, ids: Sequence[int]) -> Conversation:
-        return Conversation(len(self._conversations), tools, [], [], len(ids), (0, 0))
+    def _begun(self, tools: str, ids: Sequence[int]) -> AgentConversation:
+        return AgentConversation(len(self._conversations), tools, [], [], len(ids), (0, 0))
 
-    def _require_room(self, conversation: Conversation, new: int) -> None:
+    def _require_room(self, conversation: AgentConversation, new: int) -> None:
         most = self.request.prompt_ids.size + self.request.sampling.max_new_tokens
         if len(conversation.ids) + new >= most:
-            raise RequestError(
+            raise ChatError(
                 400,
                 f"the conversation has {len(conversation.ids) + new:,} tokens, and at most {most:,} fit, the answer included "
                 "(rollout.max_new_tokens and the prompt)",
@@ -351,7 +351,9 @@ class AgentPlaying(Playing):
                 return recorded
         return None
 
-    def _enter(self, pending: Pending, conversation: Conversation, recorded: Recorded, request: ChatRequest) -> Current:
+    def _enter(
+        self, pending: PendingChat, conversation: AgentConversation, recorded: Recorded, request: ChatRequest
+    ) -> Current:
         """The conversation reads what is new."""
         place = (recorded.first - len(recorded.read), recorded.first)
         if not conversation.places and not conversation.ids:
@@ -403,7 +405,7 @@ class AgentPlaying(Playing):
 
     def _reply(
         self, toolset: Toolset, request: ChatRequest, ids: Sequence[int], logprobs: Sequence[float], stop: StopReason, read: int
-    ) -> tuple[Reply, Sequence[Call]]:  # fmt: skip
+    ) -> tuple[ChatReply, Sequence[Call]]:  # fmt: skip
         tokenizer, stops = self.dialogue.tokenizer, self.request.sampling.stop_ids
         array = np.array(ids, dtype=np.int32)
         text = response_text(array, tokenizer, stops)
@@ -421,7 +423,7 @@ class AgentPlaying(Playing):
         tokens = [str(tokenizer.decode([index])) for index in ids] if request.logprobs else ()
         finish: Finish = "tool_calls" if calls else "length" if stop == "length" else "stop"
         thinking = thinking.removeprefix("<think>").strip("\n")
-        return Reply(content, thinking, calls, finish, read, ids, logprobs, tokens), calls
+        return ChatReply(content, thinking, calls, finish, read, ids, logprobs, tokens), calls
 
     def _calls(self, toolset: Toolset, text: str) -> list[Call]:
         """The calls in a turn. One that cannot be read leaves the turn as text, as servers of models do."""
@@ -500,8 +502,8 @@ def _alone(request: SampleRequest) -> SampleRequest:
     return replace(request, prefix_ids=None, start=0)
 
 
-def _no_more_turns(turns: int) -> RequestError:
-    return RequestError(400, f"the student has taken all of its {turns} turns (environment.turns)", "no_more_turns")
+def _no_more_turns(turns: int) -> ChatError:
+    return ChatError(400, f"the student has taken all of its {turns} turns (environment.turns)", "no_more_turns")
 
 
 def _harmless_values(value: Any, bridge: Bridge) -> Any:

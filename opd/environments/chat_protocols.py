@@ -4,7 +4,7 @@
     POST /v1/messages                Anthropic: the same in other words
     POST /inference/v1/generate      vLLM: token ids
 
-Everything is read into one `ChatRequest`; a `Reply` is written in the words of the request. Nothing here needs a tokenizer.
+Everything is read into one `ChatRequest`; a `ChatReply` is written in the words of the request. Nothing here needs a tokenizer.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Protocol = Literal["openai", "anthropic", "ids"]
 Finish = Literal["stop", "tool_calls", "length"]
 
 
-class RequestError(Exception):
+class ChatError(Exception):
     """A request that is answered with an error. `code`: a word for programs."""
 
     def __init__(self, status: int, message: str, code: str = "invalid_request_error") -> None:
@@ -66,7 +66,7 @@ class ChatRequest:
 
 
 @dataclass(frozen=True)
-class Reply:
+class ChatReply:
     """The student's turn. `logprobs`: of its tokens; `tokens`: each as text, if the request wants log-probs."""
 
     content: str
@@ -89,9 +89,9 @@ def read_body(body: bytes) -> dict[str, Any]:
         if re.search(rb"\\u[dD][89a-fA-F]", body):  # halves of surrogate pairs cannot be encoded
             found = json.loads(json.dumps(found, ensure_ascii=False).encode("utf-8", "replace"))
     except (ValueError, RecursionError) as error:
-        raise RequestError(400, f"the body is not JSON: {shortened(error)}") from None
+        raise ChatError(400, f"the body is not JSON: {shortened(error)}") from None
     if not isinstance(found, dict):
-        raise RequestError(400, f"the body must be a JSON object, got {shortened(found)}")
+        raise ChatError(400, f"the body must be a JSON object, got {shortened(found)}")
     _check_depth(found)
     return found
 
@@ -111,7 +111,7 @@ def _check_depth(value: Any) -> None:
         ]
         if not level:
             return
-    raise RequestError(400, f"the body is nested more than {DEPTH} levels deep")
+    raise ChatError(400, f"the body is nested more than {DEPTH} levels deep")
 
 
 def read_openai(body: Mapping[str, Any]) -> ChatRequest:
@@ -124,7 +124,7 @@ def read_openai(body: Mapping[str, Any]) -> ChatRequest:
     )
     form = body.get("response_format")
     if isinstance(form, dict) and form.get("type") not in (None, "text"):
-        raise RequestError(
+        raise ChatError(
             400, f"response_format {shortened(form.get('type'))} is not available: answers are not constrained"
         )
     messages = [_openai_message(one) for one in _listed(body, "messages", MOST_MESSAGES)]
@@ -142,14 +142,14 @@ def _openai_tools(body: Mapping[str, Any]) -> tuple[Tool, ...]:
     if choice == "none":
         return ()
     if choice not in (None, "auto"):
-        raise RequestError(
+        raise ChatError(
             400, f"tool_choice {shortened(choice)} is not available: the student chooses itself. Use auto or none"
         )
     tools = []
     for one in _listed(body, "tools", MOST_TOOLS, optional=True):
         function = one.get("function")
         if one.get("type", "function") != "function" or not isinstance(function, dict):
-            raise RequestError(400, f"a tool must be {{type: function, function: {{name, …}}}}, got {shortened(one)}")
+            raise ChatError(400, f"a tool must be {{type: function, function: {{name, …}}}}, got {shortened(one)}")
         tools.append(_tool(function.get("name"), function.get("description"), function.get("parameters")))
     return tuple(tools)
 
@@ -168,7 +168,7 @@ def _openai_message(given: Mapping[str, Any]) -> dict[str, Any]:
 def _openai_call(call: Mapping[str, Any]) -> dict[str, Any]:
     function = call.get("function")
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise RequestError(400, f"a tool call must have a function with a name, got {shortened(call)}")
+        raise ChatError(400, f"a tool call must have a function with a name, got {shortened(call)}")
     return _call(call.get("id"), function["name"], function.get("arguments"))
 
 
@@ -192,13 +192,13 @@ def read_anthropic(body: Mapping[str, Any]) -> ChatRequest:
     choice = body.get("tool_choice")
     kind = choice.get("type") if isinstance(choice, dict) else choice
     if kind not in (None, "auto", "none"):
-        raise RequestError(
+        raise ChatError(
             400, f"tool_choice {shortened(kind)} is not available: the student chooses itself. Use auto or none"
         )
     tools = []
     for one in _listed(body, "tools", MOST_TOOLS, optional=True) if kind != "none" else ():
         if one.get("type", "custom") != "custom":
-            raise RequestError(
+            raise ChatError(
                 400, f"a tool of type {shortened(one.get('type'))} runs on a server of its own. Leave it out"
             )
         tools.append(_tool(one.get("name"), one.get("description"), one.get("input_schema")))
@@ -240,18 +240,18 @@ def read_ids(body: Mapping[str, Any]) -> ChatRequest:
     """A request of vLLM's token endpoint."""
     ids = body.get("token_ids")
     if not isinstance(ids, list) or not ids or not all(type(one) is int and 0 <= one < 1 << 31 for one in ids):
-        raise RequestError(400, f"token_ids must be a list of token ids, got {shortened(ids)}")
+        raise ChatError(400, f"token_ids must be a list of token ids, got {shortened(ids)}")
     sampling = body.get("sampling_params")
     sampling = {} if sampling is None else sampling
     if not isinstance(sampling, dict):
-        raise RequestError(400, f"sampling_params must be an object, got {shortened(sampling)}")
+        raise ChatError(400, f"sampling_params must be an object, got {shortened(sampling)}")
     _refuse(
         sampling,
         n=(1, "one answer per request is given; ask again for another"),
         prompt_logprobs=(None, "the log-probs of what is read are not computed"),
     )
     if body.get("stream"):
-        raise RequestError(400, "stream is not available at this endpoint: the answer comes in one piece")
+        raise ChatError(400, "stream is not available at this endpoint: the answer comes in one piece")
     return ChatRequest(
         "ids", _text(body.get("model"), "model"), ids=tuple(ids), max_tokens=_limit(sampling.get("max_tokens")),
         stop=_stops(sampling.get("stop")), logprobs=sampling.get("logprobs") is not None,
@@ -261,7 +261,7 @@ def read_ids(body: Mapping[str, Any]) -> ChatRequest:
 def _refuse(body: Mapping[str, Any], **known: tuple[Any, str]) -> None:
     for name, (value, why) in known.items():
         if body.get(name) not in (None, value):
-            raise RequestError(400, f"{name} {shortened(body[name])} is not available: {why}")
+            raise ChatError(400, f"{name} {shortened(body[name])} is not available: {why}")
 
 
 def _listed(body: Mapping[str, Any], name: str, most: int, optional: bool = False) -> list[dict[str, Any]]:
@@ -269,18 +269,18 @@ def _listed(body: Mapping[str, Any], name: str, most: int, optional: bool = Fals
     if found is None and optional:
         return []
     if not isinstance(found, list) or not all(isinstance(one, dict) for one in found):
-        raise RequestError(400, f"{name} must be a list of objects, got {shortened(found)}")
+        raise ChatError(400, f"{name} must be a list of objects, got {shortened(found)}")
     if len(found) > most:
-        raise RequestError(400, f"{name} has {len(found):,} entries; at most {most:,} are accepted")
+        raise ChatError(400, f"{name} has {len(found):,} entries; at most {most:,} are accepted")
     return found
 
 
 def _checked_messages(messages: Sequence[Mapping[str, Any]]) -> tuple[Message, ...]:
     if not messages:
-        raise RequestError(400, "messages is empty. Send at least one")
+        raise ChatError(400, "messages is empty. Send at least one")
     for message in messages:
         if message["role"] not in ROLES:
-            raise RequestError(
+            raise ChatError(
                 400, f"a message's role must be one of {', '.join(ROLES)}, got {shortened(message['role'])}"
             )
     return tuple(messages)
@@ -291,67 +291,67 @@ def _content(given: Any) -> str:
     if given is None or isinstance(given, str):
         return given or ""
     if not isinstance(given, list):
-        raise RequestError(400, f"a message's content must be text or a list of parts, got {shortened(given)}")
+        raise ChatError(400, f"a message's content must be text or a list of parts, got {shortened(given)}")
     texts = []
     for part in given:
         text = part if isinstance(part, str) else part.get("text") if isinstance(part, dict) else None
         if not isinstance(text, str):
             kind = part.get("type") if isinstance(part, dict) else part
-            raise RequestError(400, f"a part of type {shortened(kind)} cannot be read: the student reads text only")
+            raise ChatError(400, f"a part of type {shortened(kind)} cannot be read: the student reads text only")
         texts.append(text)
     return "".join(texts)
 
 
 def _tool(name: Any, description: Any, parameters: Any) -> Tool:
     if not isinstance(name, str) or not re.fullmatch(r"[\w.-]{1,128}", name, re.ASCII):
-        raise RequestError(400, f"the name of a tool must be letters, digits, '_', '.' and '-', got {shortened(name)}")
+        raise ChatError(400, f"the name of a tool must be letters, digits, '_', '.' and '-', got {shortened(name)}")
     if parameters is None:
         return Tool(name, str(description or ""))
     if not isinstance(parameters, dict):
-        raise RequestError(400, f"the parameters of tool {name} must be a JSON schema, got {shortened(parameters)}")
+        raise ChatError(400, f"the parameters of tool {name} must be a JSON schema, got {shortened(parameters)}")
     return Tool(name, str(description or ""), parameters)
 
 
 def _text(given: Any, name: str) -> str:
     if given is not None and not isinstance(given, str):
-        raise RequestError(400, f"{name} must be text, got {shortened(given)}")
+        raise ChatError(400, f"{name} must be text, got {shortened(given)}")
     return given or ""
 
 
 def _limit(given: Any) -> int | None:
     if given is not None and (type(given) is not int or given < 1):
-        raise RequestError(400, f"the limit of tokens must be a positive whole number, got {shortened(given)}")
+        raise ChatError(400, f"the limit of tokens must be a positive whole number, got {shortened(given)}")
     return given
 
 
 def _stops(given: Any) -> tuple[str, ...]:
     found = [given] if isinstance(given, str) else given or []
     if not isinstance(found, list) or len(found) > 16 or not all(isinstance(one, str) and one for one in found):
-        raise RequestError(400, f"stop must be at most 16 texts, got {shortened(given)}")
+        raise ChatError(400, f"stop must be at most 16 texts, got {shortened(given)}")
     return tuple(found)
 
 
 # --- Writing ---
 
 
-def write(request: ChatRequest, reply: Reply) -> dict[str, Any]:
+def reply_body(request: ChatRequest, reply: ChatReply) -> dict[str, Any]:
     """The body of an answer."""
     writers = {"openai": _write_openai, "anthropic": _write_anthropic, "ids": _write_ids}
     return writers[request.protocol](request, reply)
 
 
-def events(request: ChatRequest, reply: Reply) -> Iterator[str]:
+def events(request: ChatRequest, reply: ChatReply) -> Iterator[str]:
     """A whole answer as a stream of events: it is sent when it is durable, so it comes at once."""
     chunks = _anthropic_events if request.protocol == "anthropic" else _openai_events
     yield from chunks(request, reply)
 
 
-def write_error(protocol: Protocol, error: RequestError) -> dict[str, Any]:
+def error_body(protocol: Protocol, error: ChatError) -> dict[str, Any]:
     inner = {"type": error.code, "code": error.code, "message": str(error)}
     return {"type": "error", "error": inner} if protocol == "anthropic" else {"error": inner}
 
 
-def _usage(reply: Reply) -> dict[str, int]:
+def _usage(reply: ChatReply) -> dict[str, int]:
     return {
         "prompt_tokens": reply.read,
         "completion_tokens": len(reply.ids),
@@ -359,7 +359,7 @@ def _usage(reply: Reply) -> dict[str, int]:
     }
 
 
-def _write_openai(request: ChatRequest, reply: Reply) -> dict[str, Any]:
+def _write_openai(request: ChatRequest, reply: ChatReply) -> dict[str, Any]:
     message: dict[str, Any] = {"role": "assistant", "content": reply.content or (None if reply.calls else "")}
     if reply.thinking:
         message["reasoning_content"] = reply.thinking
@@ -389,7 +389,7 @@ def _written_calls(calls: Sequence[Call]) -> list[dict[str, Any]]:
     ]
 
 
-def _logprobs(request: ChatRequest, reply: Reply) -> dict[str, Any] | None:
+def _logprobs(request: ChatRequest, reply: ChatReply) -> dict[str, Any] | None:
     if not request.logprobs:
         return None
     pairs = zip(reply.tokens, reply.logprobs, strict=True)
@@ -401,7 +401,7 @@ def _logprobs(request: ChatRequest, reply: Reply) -> dict[str, Any] | None:
     }
 
 
-def _openai_events(request: ChatRequest, reply: Reply) -> Iterator[str]:
+def _openai_events(request: ChatRequest, reply: ChatReply) -> Iterator[str]:
     head = _openai_head(request, "chat.completion.chunk")
 
     def chunk(delta: Mapping[str, Any], finish: str | None = None, **more: Any) -> str:
@@ -424,7 +424,7 @@ def _openai_events(request: ChatRequest, reply: Reply) -> Iterator[str]:
 ANTHROPIC_STOPS = {"stop": "end_turn", "tool_calls": "tool_use", "length": "max_tokens"}
 
 
-def _blocks(reply: Reply) -> list[dict[str, Any]]:
+def _blocks(reply: ChatReply) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = []
     if reply.thinking:
         found.append({"type": "thinking", "thinking": reply.thinking, "signature": ""})
@@ -436,7 +436,7 @@ def _blocks(reply: Reply) -> list[dict[str, Any]]:
     return found + calls
 
 
-def _write_anthropic(request: ChatRequest, reply: Reply) -> dict[str, Any]:
+def _write_anthropic(request: ChatRequest, reply: ChatReply) -> dict[str, Any]:
     return {
         "id": f"msg_{uuid.uuid4().hex}", "type": "message", "role": "assistant", "model": request.model or "student",
         "content": _blocks(reply), "stop_reason": ANTHROPIC_STOPS[reply.finish], "stop_sequence": None,
@@ -444,7 +444,7 @@ def _write_anthropic(request: ChatRequest, reply: Reply) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _anthropic_events(request: ChatRequest, reply: Reply) -> Iterator[str]:
+def _anthropic_events(request: ChatRequest, reply: ChatReply) -> Iterator[str]:
     def event(kind: str, **facts: Any) -> str:
         return f"event: {kind}\ndata: {json.dumps({'type': kind, **facts})}\n\n"
 
@@ -470,7 +470,7 @@ def _anthropic_delta(block: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str
     return {**block, "input": {}}, {"type": "input_json_delta", "partial_json": json.dumps(block["input"])}
 
 
-def _write_ids(request: ChatRequest, reply: Reply) -> dict[str, Any]:
+def _write_ids(request: ChatRequest, reply: ChatReply) -> dict[str, Any]:
     found: dict[str, Any] | None = None
     if request.logprobs:
         found = {

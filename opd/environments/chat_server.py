@@ -1,7 +1,7 @@
 """The endpoint at which agents ask the student: one HTTP server per process, and a session for every rollout.
 
-    agent's request -> a thread of the server -> Session.asked ....... the sampler draws the turn
-    agent           <- the thread waits       <- Pending.give(reply)   once its tokens are durable
+    agent's request -> a thread of the server -> AgentSession.asked ....... the sampler draws the turn
+    agent           <- the thread waits       <- PendingChat.give(reply)   once its tokens are durable
 
 A session is known by its token. Its requests are answered one after another, in the order in which they arrive.
 """
@@ -27,17 +27,17 @@ from typing import Any
 from opd.common.errors import UserError
 from opd.common.text import plain
 from opd.environments.chat_protocols import (
+    ChatError,
+    ChatReply,
     ChatRequest,
     Protocol,
-    Reply,
-    RequestError,
+    error_body,
     events,
     read_anthropic,
     read_body,
     read_ids,
     read_openai,
-    write,
-    write_error,
+    reply_body,
 )
 
 LOOPBACK = "127.0.0.1"
@@ -55,18 +55,18 @@ READERS: dict[str, tuple[Protocol, Callable[[Mapping[str, Any]], ChatRequest]]] 
 
 
 @dataclass(eq=False)
-class Pending:
+class PendingChat:
     """A request that waits for its answer. `left`: its client is gone."""
 
     request: ChatRequest
     again: bool = False  # the client says that it repeats a request
     left: bool = False
-    _result: queue.SimpleQueue[Reply | RequestError] = field(default_factory=queue.SimpleQueue)
+    _result: queue.SimpleQueue[ChatReply | ChatError] = field(default_factory=queue.SimpleQueue)
 
-    def give(self, result: Reply | RequestError) -> None:
+    def give(self, result: ChatReply | ChatError) -> None:
         self._result.put(result)
 
-    def wait(self, there: Callable[[], bool]) -> Reply | RequestError:
+    def wait(self, there: Callable[[], bool]) -> ChatReply | ChatError:
         """The answer. `there`: whether the client still waits for it."""
         while True:
             with contextlib.suppress(queue.Empty):
@@ -75,25 +75,25 @@ class Pending:
 
 
 @dataclass(frozen=True)
-class Ended:
+class AgentEnded:
     """The agent has finished. `problem`: why its rollout is lost."""
 
     problem: str = ""
     timed_out: bool = False
 
 
-class Session:
+class AgentSession:
     """What happens between one rollout and its agent."""
 
     def __init__(self, facts: Mapping[str, Any], name: str = "") -> None:
         """`facts`: about the prompt. `name`: of a conversation that an agent elsewhere has begun."""
         self.token, self.facts, self.name = secrets.token_urlsafe(24), facts, name
-        self.asked: queue.SimpleQueue[Pending | Ended] = queue.SimpleQueue()
+        self.asked: queue.SimpleQueue[PendingChat | AgentEnded] = queue.SimpleQueue()
         self.reward: float | None = None
         self.dropped = 0  # answers that the client did not take
-        self._lock, self._waiting, self.closed = threading.Lock(), set[Pending](), False
+        self._lock, self._waiting, self.closed = threading.Lock(), set[PendingChat](), False
 
-    def ask(self, pending: Pending, there: Callable[[], bool]) -> Reply | RequestError:
+    def ask(self, pending: PendingChat, there: Callable[[], bool]) -> ChatReply | ChatError:
         with self._lock:
             if self.closed:
                 return _over()
@@ -105,14 +105,14 @@ class Session:
             with self._lock:
                 self._waiting.discard(pending)
 
-    def next(self, seconds: float | None) -> Pending | Ended:
+    def next(self, seconds: float | None) -> PendingChat | AgentEnded:
         """The next request. None: without a time limit."""
         try:
             return self.asked.get(timeout=seconds)
         except queue.Empty:
-            return Ended(f"the agent neither asked nor ended for {seconds:g} s", timed_out=True)
+            return AgentEnded(f"the agent neither asked nor ended for {seconds:g} s", timed_out=True)
 
-    def end(self, ended: Ended) -> None:
+    def end(self, ended: AgentEnded) -> None:
         self.asked.put(ended)
 
     def close(self) -> None:
@@ -121,27 +121,27 @@ class Session:
             self.closed, waiting = True, list(self._waiting)
         for pending in waiting:
             pending.give(_over())
-        self.asked.put(Ended("the rollout is over"))
+        self.asked.put(AgentEnded("the rollout is over"))
 
 
-def _over() -> RequestError:
-    return RequestError(410, "this conversation is over: no more turns are recorded", "conversation_over")
+def _over() -> ChatError:
+    return ChatError(410, "this conversation is over: no more turns are recorded", "conversation_over")
 
 
-class Sessions:
+class AgentSessions:
     """The sessions of a server. Those without a program of their own wait in line for an agent from elsewhere."""
 
     def __init__(self, token: str = "") -> None:
         """`token`: of agents from elsewhere; empty: there are none."""
-        self._by_token, self._by_name = dict[str, Session](), dict[str, Session]()
+        self._by_token, self._by_name = dict[str, AgentSession](), dict[str, AgentSession]()
         self._ended: dict[str, None] = {}  # names of conversations, oldest first
-        self._unclaimed: deque[Session] = deque()
+        self._unclaimed: deque[AgentSession] = deque()
         self._token, self._lock = token, threading.Condition()
         self.counts: Counter[str] = Counter()
 
-    def open(self, facts: Mapping[str, Any], own: bool) -> Session:
+    def open(self, facts: Mapping[str, Any], own: bool) -> AgentSession:
         """`own`: its agent gets the session's token. Otherwise it is given to the next agent that begins a conversation."""
-        session = Session(facts)
+        session = AgentSession(facts)
         with self._lock:
             self._by_token[session.token] = session
             if not own:
@@ -149,7 +149,7 @@ class Sessions:
                 self._lock.notify_all()
         return session
 
-    def close(self, session: Session) -> None:
+    def close(self, session: AgentSession) -> None:
         session.close()
         with self._lock:
             self._by_token.pop(session.token, None)
@@ -161,7 +161,7 @@ class Sessions:
             if session in self._unclaimed:
                 self._unclaimed.remove(session)
 
-    def of(self, token: str, name: str) -> Session:
+    def of(self, token: str, name: str) -> AgentSession:
         """The session of a request. `name`: of the conversation, if its agent was started elsewhere."""
         with self._lock:
             found = self._by_token.get(token)
@@ -169,14 +169,12 @@ class Sessions:
             return found
         if not self._token or not hmac.compare_digest(token.encode(), self._token.encode()):
             self.counts["refused"] += 1
-            raise RequestError(401, "the token is not that of a conversation of this run", "authentication_error")
+            raise ChatError(401, "the token is not that of a conversation of this run", "authentication_error")
         if not name:
-            raise RequestError(
-                400, "name the conversation: header X-Conversation, or the path /conversations/NAME/v1/…"
-            )
+            raise ChatError(400, "name the conversation: header X-Conversation, or the path /conversations/NAME/v1/…")
         return self.claimed(name)
 
-    def claimed(self, name: str, seconds: float = PATIENCE) -> Session:
+    def claimed(self, name: str, seconds: float = PATIENCE) -> AgentSession:
         """The session of a conversation; a new conversation takes the prompt that has waited longest."""
         with self._lock:
             if name in self._ended:
@@ -185,7 +183,7 @@ class Sessions:
             if name in self._by_name:
                 return self._by_name[name]
             if not found:
-                raise RequestError(
+                raise ChatError(
                     503, "no prompt waits for a conversation now: the run is training. Ask again", "try_again"
                 )
             session = self._unclaimed.popleft()
@@ -201,11 +199,11 @@ class ChatServer(ThreadingHTTPServer):
     daemon_threads = True
     request_queue_size = 1024
 
-    def __init__(self, sessions: Sessions, host: str = LOOPBACK, port: int = 0) -> None:
+    def __init__(self, sessions: AgentSessions, host: str = LOOPBACK, port: int = 0) -> None:
         self.sessions = sessions
         self._room = threading.BoundedSemaphore(CONNECTIONS)
         try:
-            super().__init__((host, port), Handler)
+            super().__init__((host, port), ChatHandler)
         except OSError as error:
             raise UserError(
                 f"{host}:{port} is not available: {error.strerror or error}. Choose another port."
@@ -233,7 +231,7 @@ class ChatServer(ThreadingHTTPServer):
         """Connections that break are no news."""
 
 
-class Handler(BaseHTTPRequestHandler):
+class ChatHandler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     timeout = IDLE
     server: ChatServer
@@ -254,8 +252,8 @@ class Handler(BaseHTTPRequestHandler):
         self.connection.settimeout(PATIENCE)
         try:
             method(path, name or self.headers.get("x-conversation", "").strip())
-        except RequestError as error:
-            self._send(error.status, write_error(protocol, error))
+        except ChatError as error:
+            self._send(error.status, error_body(protocol, error))
         self.connection.settimeout(IDLE)
 
     def _get(self, path: str, name: str) -> None:
@@ -270,52 +268,48 @@ class Handler(BaseHTTPRequestHandler):
         elif path == "/v1/prompt":
             self._send(200, dict(session.facts))
         else:
-            raise RequestError(404, f"there is no {plain(path, 100)!r} here")
+            raise ChatError(404, f"there is no {plain(path, 100)!r} here")
 
     def _post(self, path: str, name: str) -> None:
         length = self._require_length()
         session = self._session(name)  # before the body is read
         reading = self.rfile.read(length)
         if len(reading) < length:
-            raise RequestError(400, "the body ended early")
+            raise ChatError(400, "the body ended early")
         if path in READERS:
             _, read = READERS[path]
             self._chat(session, read(read_body(reading)))
         elif path == "/v1/reward":
-            session.reward = reward_of(read_body(reading).get("reward"))
+            session.reward = given_reward(read_body(reading).get("reward"))
             self._send(200, {"reward": session.reward})
         elif path == "/v1/end":
             given = read_body(reading or b"{}")
             if "reward" in given:
-                session.reward = reward_of(given["reward"])
-            session.end(Ended())
+                session.reward = given_reward(given["reward"])
+            session.end(AgentEnded())
             self._send(200, {"reward": session.reward})
         else:
-            raise RequestError(404, f"there is no {plain(path, 100)!r} here")
+            raise ChatError(404, f"there is no {plain(path, 100)!r} here")
 
-    def _chat(self, session: Session, request: ChatRequest) -> None:
+    def _chat(self, session: AgentSession, request: ChatRequest) -> None:
         again = self.headers.get("x-stainless-retry-count", "0").strip() != "0"
-        result = session.ask(Pending(request, again), partial(_is_there, self.connection))
-        if isinstance(result, RequestError):
+        result = session.ask(PendingChat(request, again), partial(_is_there, self.connection))
+        if isinstance(result, ChatError):
             raise result
-        try:
-            if request.stream:
-                self._stream("".join(events(request, result)))
-            else:
-                self._send(200, write(request, result))
-            if not _is_there(self.connection):
-                session.dropped += 1
-        except OSError:
+        if not _is_there(self.connection):
             session.dropped += 1
-            raise
+        if request.stream:
+            self._stream("".join(events(request, result)))
+        else:
+            self._send(200, reply_body(request, result))
 
-    def _session(self, name: str) -> Session:
+    def _session(self, name: str) -> AgentSession:
         scheme, _, token = self.headers.get("authorization", "").partition(" ")
         if scheme.lower() != "bearer" or not token.strip():
             token = self.headers.get("x-api-key", "")
         try:
             return self.server.sessions.of(token.strip(), name)
-        except RequestError:
+        except ChatError:
             self.close_connection = True  # the body is not read
             raise
 
@@ -324,11 +318,11 @@ class Handler(BaseHTTPRequestHandler):
         given = self.headers.get("content-length", "0" if none else "")
         self.close_connection = True  # unless the length is accepted
         if self.headers.get("transfer-encoding"):
-            raise RequestError(411, "send the body with a Content-Length")
+            raise ChatError(411, "send the body with a Content-Length")
         if not given.isdigit() or len(given) > 18:
-            raise RequestError(411, f"send the body with a Content-Length, got {plain(given, 30)!r}")
+            raise ChatError(411, f"send the body with a Content-Length, got {plain(given, 30)!r}")
         if int(given) > (0 if none else BODY):
-            raise RequestError(413, f"a body of {int(given):,} bytes; at most {0 if none else BODY:,} are accepted")
+            raise ChatError(413, f"a body of {int(given):,} bytes; at most {0 if none else BODY:,} are accepted")
         self.close_connection = (
             self.headers.get("connection", "").lower() == "close" or self.request_version < "HTTP/1.1"
         )
@@ -372,7 +366,7 @@ def _is_there(connection: socket.socket) -> bool:
         return False
 
 
-def reward_of(given: Any) -> float:
+def given_reward(given: Any) -> float:
     if isinstance(given, bool) or not isinstance(given, (int, float)) or not math.isfinite(given):
-        raise RequestError(400, f"a reward must be a finite number, got {plain(given, 100)}")
+        raise ChatError(400, f"a reward must be a finite number, got {plain(given, 100)}")
     return float(given)

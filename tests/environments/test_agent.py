@@ -21,7 +21,7 @@ from opd.common.errors import RemoteError, TrainingError
 from opd.data.prompts import render_prompt
 from opd.environments.agent import AgentEnvironment
 from opd.environments.agent_turns import AgentPlaying
-from opd.environments.chat_protocols import RequestError, read_body
+from opd.environments.chat_protocols import ChatError, read_body
 from opd.records import Author, Finished, Prompt, Rollout, SampledToken, SampleRequest, Sampling
 from opd.registry import StageView
 from opd.rollouts.episodes import PARTS, TURN_OF, split_conversations
@@ -401,7 +401,7 @@ def test_bad_requests_are_refused_and_the_rollout_continues(play: Callable[..., 
 
 def test_halves_of_surrogate_pairs_are_replaced_and_pairs_kept() -> None:
     assert read_body(rb'{"a": "\ud83d\ude00\ud800b\\ud800"}') == {"a": "😀?b\\ud800"}
-    with pytest.raises(RequestError, match="NaN"):
+    with pytest.raises(ChatError, match="NaN"):
         read_body(b'{"a": NaN}')
 
 
