@@ -104,7 +104,7 @@ def test_endless_sources_are_rejected() -> None:
 
 @pytest.mark.scale
 def test_two_ranks_take_the_prompts_of_one(tmp_path: Path) -> None:
-    changes = ["train.steps=4", "eval.prompts=0", "rollout.prompts=6", "prompts.0.limit=12"]
+    changes = ["train.steps=4", "eval.prompts=0", "rollout.prompts=6", "prompts.0.limit=12", "curriculum=overlap"]
     for size in (1, 2):
         together(size, tmp_path / f"log-{size}", Job(tmp_path / f"run-{size}", "methods/curriculum", changes))
     assert differences(tmp_path / "run-1", tmp_path / "run-2") == []

@@ -52,7 +52,19 @@ RECIPES: dict[str, tuple[str, list[str]]] = {
     "grpo": ("methods/grpo", CUT),
     "tip": ("methods/tip", CUT),
     "kdrl": ("methods/kdrl", CUT),
-    "minillm": ("methods/minillm", CUT),
+    "minillm": ("methods/minillm", CUT),  # and plain text
+    "growing limit": (  # by what all ranks measured
+        "methods/fast-opd",
+        [*CUT, "train.steps=3", "rollout.length_schedule={kind: matched, start: 2, below: 100, steps: 1, factor: 2}"],
+    ),
+    "teacher prefix": ("methods/tropd", [*CUT, "rollout.samples=2", "rollout.teacher_prefix.over=3"]),
+    "answers of an earlier stage": (
+        "quickstart",
+        [
+            *LITTLE,
+            "stages=[{name: one}, {name: two, prompts: [{source: 'stage:one', turn_into: completion}], rollout: {data_share: 1}}]",
+        ],
+    ),
     "sft": ("methods/sft", CUT),
     "lora": ("quickstart", [*LITTLE, "student.lora.rank=4", "student.lora.alpha=8"]),
     "checkpointing": ("quickstart", [*LITTLE, "student.gradient_checkpointing=true", "train.schedule=linear"]),

@@ -17,7 +17,6 @@ from opd.records import Author, Rollout
 from tests.support.chat_endpoint import Served, serving
 from tests.support.crash import same_run
 from tests.support.interrupted import SCORED, Crash, strike
-from tests.support.ranks import Job, differences, together
 
 PATTERN = "[0-4]*"  # of a good beginning
 
@@ -165,11 +164,3 @@ def test_an_endpoint_writes_on_after_what_is_kept(served: Served, tmp_path: Path
 def test_what_cannot_work_is_rejected(rollout: dict[str, Any], changes: dict[str, Any], message: str) -> None:
     with pytest.raises(RecipeError, match=message):
         load_recipe(recipe(rollout, **changes))
-
-
-@pytest.mark.scale
-def test_two_ranks_begin_as_one(tmp_path: Path) -> None:
-    changes = ["train.steps=3", "eval.prompts=0", "rollout.prompts=6", "rollout.teacher_prefix.over=3"]
-    for size in (1, 2):
-        together(size, tmp_path / f"log-{size}", Job(tmp_path / f"run-{size}", "methods/tropd", changes))
-    assert differences(tmp_path / "run-1", tmp_path / "run-2") == []
