@@ -22,6 +22,7 @@ from opd.objective.batch import Written
 from opd.records import Author, Prompt, Rollout, Sample, Visit
 from opd.rewards import Rewarder
 from opd.rewards.reward import DEFAULT, Rewards
+from opd.rollouts.episodes import transcript
 from opd.rollouts.rollouter import DEMONSTRATION, Planned, as_trained
 from opd.rollouts.settings import EXPERIENCE, HINT, TRAJECTORIES, Demonstrations, Rescue
 from opd.rollouts.writers import ShownWriter, StudentWriter, TeacherWriter
@@ -392,4 +393,7 @@ def _answer_text(
 ) -> str:
     reward = rewards.get(rollout.id)
     scored = "" if reward is None else f"\n(reward {reward:g})"
-    return f"{question(prompts[rollout.prompt_id])}\n{maker.rewards.text(rollout)}{scored}"
+    prompt = prompts[rollout.prompt_id]
+    played = prompt.environment is not None
+    said = transcript(rollout, maker.rollouter.tokenizer) if played else maker.rewards.text(rollout)
+    return f"{question(prompt)}\n{said}{scored}"

@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any, Literal, Protocol
 
@@ -38,7 +38,7 @@ from opd.loop.scorer import Scorer
 from opd.loop.takeover import take_over
 from opd.models.attention import alongside_training
 from opd.models.language_model import LanguageModel
-from opd.objective.batch import Batch, Written
+from opd.objective.batch import CALLS, FAILED_CALLS, Batch, Written
 from opd.recipe import Stage
 from opd.records import Author, Prompt, Rollout, Sample, Visit
 from opd.rewards import Rewarder
@@ -113,6 +113,7 @@ class BatchMaker:
                 (rollout, noted) for rollout, noted in zip(rollouts, notes, strict=True)
                 if prompts[rollout.prompt_id].environment is not None and (rollout.author != Author.DATA).any()
             ])  # fmt: skip
+            rollouts = [with_calls(rollout, noted) for rollout, noted in zip(rollouts, notes, strict=True)]
             rollouts, rewards = self._split(rollouts, notes, prompts, rewards)
         owners = {}
         if "teacher" in self.scorer.routes:
@@ -146,6 +147,13 @@ class BatchMaker:
             if rollout.id in rewards:
                 given |= {turn.id: rewards[rollout.id] for turn in turns}
         return found, given
+
+
+def with_calls(rollout: Rollout, noted: Mapping[str, Any]) -> Rollout:
+    """The rollout with the number of its tool calls, and of those that failed or could not be read."""
+    failed = sum(noted.get(name, 0) for name in ("errors", "timeouts", "malformed"))
+    calls = noted.get("calls", 0) + noted.get("malformed", 0)
+    return replace(rollout, extras={**rollout.extras, CALLS: calls, FAILED_CALLS: failed}) if calls else rollout
 
 
 def grouped(rollouts: Sequence[Rollout]) -> dict[str, list[Rollout]]:

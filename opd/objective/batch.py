@@ -86,6 +86,12 @@ class Batch:
         return [np.asarray(signals[rollout.id].values, dtype=np.float64) for rollout in rollouts]
 
 
+CALLS, FAILED_CALLS = (
+    "calls",
+    "failed_calls",
+)  # in the extras of a rollout in an environment: how many of its tool calls
+
+
 def own_turns(rollout: Rollout) -> list[tuple[int, int]]:
     """(first, end) of the student's tokens in each turn of a response: between them stands what an environment said."""
     played = rollout.author == Author.ENV

@@ -15,7 +15,7 @@ from typing import Annotated, ClassVar, Literal
 import numpy as np
 from pydantic import Field, model_validator
 
-from opd.objective.batch import Batch
+from opd.objective.batch import CALLS, FAILED_CALLS, Batch
 from opd.records import Rollout
 from opd.registry import Choice, Count, Family, Fraction, Needs, Positive, StageView, changed
 
@@ -421,8 +421,10 @@ class Keep(Gate):
     compares_samples = chooses_rollouts = True
     share: float = Field(0.5, gt=0, lt=1)
     minimum: Positive = Field(2, description="of keep: right and wrong answers to keep, if there are so many")
-    prefer: Literal["short", "likely", "random"] = Field(
-        "short", description="of keep: which right answers stay; of wrong ones a random part stays"
+    prefer: Literal["short", "likely", "random", "clean"] = Field(
+        "short",
+        description="of keep: which right answers stay, clean: those with the smallest share of failed tool calls (half without a call); "
+        "of wrong ones a random part stays",
     )
     threshold: float = Field(0.5, description="a reward of at least this is correct")
 
@@ -453,6 +455,7 @@ class Keep(Gate):
             "short": lambda number: view.rollouts[number].response_ids.size,
             "likely": lambda number: -view.rollouts[number].logprob[view.eligible[number]].mean(),
             "random": draws.__getitem__,
+            "clean": lambda number: (tool_penalty(view.rollouts[number]), draws[number]),
         }
         count = round(self.share * len(members))
         of_right = round(count * len(right) / len(members))
@@ -461,6 +464,12 @@ class Keep(Gate):
         right.sort(key=orders[self.prefer])
         wrong.sort(key=draws.__getitem__)
         return right[:of_right] + wrong[:of_wrong]
+
+
+def tool_penalty(rollout: Rollout) -> float:
+    """The share of an episode's tool calls that failed or could not be read; 0.5 without any call."""
+    calls, failed = (rollout.extras.get(name, 0) for name in (CALLS, FAILED_CALLS))
+    return min(1.0, failed / calls) if calls else 0.5
 
 
 class BestOfGroup(Gate):

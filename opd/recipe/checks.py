@@ -180,11 +180,7 @@ def _environment(stage: Stage) -> Iterator[str]:
     if fixed is not None and (rollout.takeover is not None or stage.checkpoint.resume == "exact"):
         what = "rollout.takeover" if rollout.takeover is not None else "checkpoint.resume exact"
         yield f"rollout.environment {fixed.name} with {what}: turns are asked for from outside, so none can be played again. Drop one."
-    others = [
-        key
-        for key in ("rescue", "demonstrations", "experience", "teacher_mix", "teacher_prefix")
-        if getattr(rollout, key)
-    ]
+    others = [key for key in ("rescue", "demonstrations", "teacher_mix", "teacher_prefix") if getattr(rollout, key)]
     if others:
         yield f"rollout.environment with rollout.{others[0]}, which answers a prompt in one turn. Drop one."
     if any(prompt.brings_answers for prompt in stage.prompts):

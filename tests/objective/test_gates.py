@@ -18,8 +18,8 @@ from opd.divergences import Projection
 from opd.divergences.projection import log_probs
 from opd.models.language_model import Pack
 from opd.objective.advantages import SampledTokens
-from opd.objective.batch import Batch, FirstPass
-from opd.objective.gates import further_draws, random_share, speculative, top_share
+from opd.objective.batch import CALLS, FAILED_CALLS, Batch, FirstPass
+from opd.objective.gates import further_draws, random_share, speculative, tool_penalty, top_share
 from opd.objective.objective import Objective, PreparedTerm, prepare_term, proposal_accepted
 from opd.records import Author, Rollout, Signal, SignalNeed
 from opd.teachers.scoring import LocalTeacher
@@ -329,6 +329,24 @@ def test_roc_keeps_right_and_wrong_answers_in_proportion() -> None:
     kept = opened(found)
     assert {name for name in kept if rewards[name]} == {"r3", "r4", "r5"}  # the shortest right ones
     assert len(kept) == 4  # one of the two wrong ones; none of the group without contrast
+
+
+def test_the_cleanest_right_answers_had_the_fewest_failed_calls() -> None:
+    calls = [
+        (4, 1),
+        (2, 0),
+        (0, 0),
+        (3, 3),
+        (1, 1),
+    ]  # calls and failed ones: penalties 0.25, 0, 0.5, 1, and of a wrong answer
+    items = [
+        replace(rollout(f"r{number}", [1], [5], group="g"), extras={CALLS: called, FAILED_CALLS: failed})
+        for number, (called, failed) in enumerate(calls)
+    ]
+    assert [tool_penalty(item) for item in items] == [0.25, 0.0, 0.5, 1.0, 1.0]
+    batch = Batch(items, {}, {item.id: float(item.id != "r4") for item in items})
+    found = plan({"form": "policy_gradient", "advantage": {"teacher_weight": 0, "outcome_weight": 1}, "gate": {"kind": "keep", "prefer": "clean", "minimum": 1, "share": 0.6}}, batch)  # fmt: skip
+    assert sorted(opened(found)) == ["r0", "r1", "r4"]
 
 
 def test_the_likeliest_right_answers_are_by_the_students_tokens() -> None:

@@ -193,6 +193,21 @@ def test_what_environments_cannot_do_is_said_when_the_recipe_is_read(
         load_recipe(recipe, change.split())
 
 
+def test_an_experience_is_made_from_whole_episodes(recipe: dict[str, Any], tmp_path: Path) -> None:
+    """The model that writes it reads the turns, what the environment said, and what they earned."""
+    view = {"kind": "template", "template": "{experience} {prompt}"}
+    experience = {"template": "{trajectories}", "trajectories": 2, "max_new_tokens": 6}
+    spec = changed(recipe, experience=experience) | {"train": {"steps": 1, "lr": 1e-3}, "eval": {"prompts": 0}}
+    spec["teachers"] = {"arithmetic": {"kind": "self", "view": view}}
+    run = opd.run(spec, out=tmp_path / "run")
+    (name,) = [name for name, entry in run.rollouts.entries.items() if entry.source.startswith("experience")]
+    (written,) = run.rollouts.load([name])
+    read = load_model("tiny/generalist").tokenizer.decode(written.prompt_ids.tolist(), skip_special_tokens=True)
+    assert "environment: no0\nstudent: " in read
+    assert read.count("(reward ") == 2
+    assert set(written.author.tolist()) == {int(Author.STUDENT)}  # nobody plays it
+
+
 class Echo(Environment):
     name = "echo"
 

@@ -15,8 +15,9 @@ import pytest
 import opd
 from opd.common.errors import DataError, ModelError, RemoteError, TrainingError
 from opd.data.prompts import render_prompt
+from opd.loop.producer import with_calls
 from opd.models import load_model
-from opd.objective.batch import own_turns
+from opd.objective.batch import CALLS, FAILED_CALLS, own_turns
 from opd.records import Author, Finished, Message, Prompt, Rollout, SampledToken, SampleRequest, Sampling
 from opd.rollouts import environments
 from opd.rollouts.environments import Environment, Episode, Step, ToolEnvironment, Turn, json_schema, limited, tool_of
@@ -374,6 +375,15 @@ class EndedEpisode(Episode):
 
     def close(self) -> None:
         Ended.closed.set()
+
+
+def test_failed_calls_are_with_the_rollout(tokenizer: Any) -> None:
+    texts = [call("raises"), call("late", number=1), "<tool_call>{", "42"]
+    (rollout,), notes = play(Trouble(tool_calls="json", turns=20), tokenizer, texts)
+    known = with_calls(rollout, notes[rollout.id])
+    assert (known.extras[CALLS], known.extras[FAILED_CALLS]) == (3, 2)
+    (plain,), notes = play(Trouble(tool_calls="json"), tokenizer, ["42"])
+    assert with_calls(plain, notes.get(plain.id, {})) is plain
 
 
 def test_every_environment_has_its_own_workers(tokenizer: Any) -> None:
