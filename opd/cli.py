@@ -604,16 +604,27 @@ def chat(
     temperature: Annotated[float, typer.Option(min=0.0, help="0: always the likeliest token.")] = 1.0,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N")] = "auto",
     seed: Annotated[int, typer.Option(min=0, max=LARGEST)] = 0,
+    environment: Annotated[
+        str | None,
+        typer.Option(
+            metavar="KIND|{kind: …}", help="What answers the model between its turns, as in a recipe: calculator."
+        ),
+    ] = None,
+    plugins: Annotated[
+        list[str] | None,
+        typer.Option("--plugin", metavar="FILE.py|MODULE", help="A plugin with your environment; repeat for several."),
+    ] = None,
 ) -> None:
     """Chat with a model, and compare a teacher; one question per line, until the end of the input."""
     from rich.console import Console
 
-    from opd.runner.chat import Conversation, converse, questions
+    from opd.runner.chat import Conversation, chosen_environment, converse, questions
     from opd.runner.checks import pick_device
 
+    played = chosen_environment(environment, plugins or ())
     model, against = _model(model), None if against is None else _model(against)
     place, said = str(pick_device(device)), {"max_new_tokens": max_new_tokens, "temperature": temperature, "seed": seed}
-    talk = Conversation(model, against, console=Console(highlight=False), device=place, **said)  # type: ignore[arg-type]
+    talk = Conversation(model, against, console=Console(highlight=False), device=place, environment=played, **said)  # type: ignore[arg-type]
     converse(talk, questions(lambda: input("you> " if sys.stdin.isatty() else "")))
 
 

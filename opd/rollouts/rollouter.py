@@ -644,10 +644,18 @@ def _keep(drawn: dict[str, SampledToken], sink: Sink, author: Author) -> None:
         drawn.clear()
 
 
+OnEnvironment = Callable[[str, np.ndarray], None]  # gets a rollout's id and what its environment wrote
+
+
+def ignored(id: str, ids: np.ndarray) -> None:
+    pass
+
+
 class MemorySink:
     """Rollouts in memory, for evaluation and custom loops."""
 
-    def __init__(self, requests: Sequence[SampleRequest]) -> None:
+    def __init__(self, requests: Sequence[SampleRequest], on_environment: OnEnvironment = ignored) -> None:
+        self._on_environment = on_environment
         self._columns: dict[str, list[list[Any]]] = {request.id: [[] for _ in range(6)] for request in requests}
         self._stops: dict[str, StopReason] = {}
         self.notes: dict[str, dict[str, Any]] = {}
@@ -667,6 +675,8 @@ class MemorySink:
         for token in response_ids:
             for column, value in zip(self._columns[id], (token, nan, nan, nan, version, author), strict=True):
                 column.append(value)
+        if author == Author.ENV:
+            self._on_environment(id, response_ids)
 
     def finish(self, id: str, stop: StopReason) -> None:
         self._stops[id] = stop
@@ -706,6 +716,7 @@ def answers(
     prompts: Mapping[str, Prompt] | None = None,
     tokenizer: Any = None,
     notes: dict[str, dict[str, Any]] | None = None,
+    on_environment: OnEnvironment = ignored,
 ) -> list[Rollout]:
     """Rollouts in memory, in the order of the requests. `on_token`: called for each token as it is drawn.
 
@@ -718,7 +729,8 @@ def answers(
             lambda own, check: _in_memory(own, requests, check, on_token, prompts or {}, tokenizer)
         )
     else:
-        found, noted = _in_memory(sampler, requests, check_stop, on_token, prompts or {} if played else {}, tokenizer)
+        given = prompts or {} if played else {}
+        found, noted = _in_memory(sampler, requests, check_stop, on_token, given, tokenizer, on_environment)
     if notes is not None:
         notes |= noted
     return found
@@ -731,9 +743,10 @@ def _in_memory(
     on_token: Callable[[SampledToken], None],
     prompts: Mapping[str, Prompt],
     tokenizer: Any,
+    on_environment: OnEnvironment = ignored,
 ) -> tuple[list[Rollout], dict[str, dict[str, Any]]]:
     """Rollouts, and what environments noted about them."""
-    sink, playing = MemorySink(requests), dict[str, Playing]()
+    sink, playing = MemorySink(requests, on_environment), dict[str, Playing]()
     if prompts:
         dialogues = Dialogues(tokenizer, requests[0].sampling.stop_ids if requests else ())
         playing = {
@@ -868,10 +881,13 @@ class Sampler:
         prompts: Prompt | str | Iterable[Prompt | str],
         samples: int = 1,
         on_token: Callable[[SampledToken], None] = lambda token: None,
+        on_environment: OnEnvironment = ignored,
+        notes: dict[str, dict[str, Any]] | None = None,
     ) -> list[Rollout]:
         """`samples` answers to every prompt, or to a single prompt. One group per prompt, in order.
 
-        `on_token`: called for each token as it is drawn.
+        Prompts with an environment are played in it; `max_new_tokens` is for all turns together. `on_token`: called for each token as it is
+        drawn. `on_environment`: called with what an environment writes. `notes`: receives what environments noted, by id.
         """
         if samples < 1:
             raise UserError(f"samples: expected at least 1 for each prompt, got {samples}.")
@@ -891,7 +907,12 @@ class Sampler:
         sampler = self._with_room(max(request.prompt_ids.size for request in requests))
         self.version += 1
         sampler.load(weights_of(self.model, self.version, self._swaps))
-        return [_identified(rollout, *planned[rollout.id]) for rollout in answers(sampler, requests, on_token=on_token)]
+        shown = {name: prompt for name, (prompt, _, _) in planned.items()}
+        found = answers(
+            sampler, requests, on_token=on_token, prompts=shown, tokenizer=self.model.tokenizer, notes=notes,
+            on_environment=on_environment,
+        )  # fmt: skip
+        return [_identified(rollout, *planned[rollout.id]) for rollout in found]
 
     def text(self, rollout: Rollout) -> str:
         """The response, decoded, without its stop token."""

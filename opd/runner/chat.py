@@ -5,17 +5,25 @@ The teacher likes orange tokens less than the student did, and blue ones more.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
 import numpy as np
+import yaml
 from rich.console import Console
 from rich.text import Text
 
-from opd.common.text import plain, printable
-from opd.data.prompts import render_prompt
+from opd.common.errors import UserError
+from opd.common.text import first_line, plain, printable
+from opd.data.prompts import render_prompt, response_text
 from opd.models.load import load_model
+from opd.objective.batch import own_turns
+from opd.plugins import load_plugins
 from opd.records import Prompt, SampledToken, SampleRequest, SignalNeed
+from opd.registry import validate_settings
+from opd.rollouts.environments import AnyEnvironment, Environment
 from opd.rollouts.rollouter import Sampler, rollout_so_far
 from opd.teachers.pool import Teacher
 
@@ -76,9 +84,12 @@ class Conversation:
         temperature: float = 1.0,
         seed: int = 0,
         device: str = "cpu",
+        environment: Environment | None = None,
     ) -> None:
+        """`environment`: answers the model between its turns, such as one with tools. A teacher then answers, and does not score."""
         dtype = "float32" if device == "cpu" else "bfloat16"
         self._console, self._messages, self._turn = console, list[dict[str, str]](), 0
+        self._environment = environment
         self._student = load_model(model, dtype=dtype, device=device)
         self._teacher = None if against is None else Teacher(against, self._student)
         ways = {"max_new_tokens": max_new_tokens, "temperature": temperature, "seed": seed}
@@ -90,7 +101,10 @@ class Conversation:
         self._messages.append({"role": "user", "content": question})
         self._turn += 1
         prompt = Prompt(id=f"chat/{self._turn}", domain="", messages=tuple(self._messages))
-        written = self._write("student", self._sampler, prompt, watched=self._teacher is not None)
+        if self._environment is not None:
+            prompt = self._environment.opened(prompt, {})
+        watched = self._teacher is not None and self._environment is None
+        written = self._write("student", self._sampler, prompt, watched)
         self._messages.append({"role": "assistant", "content": written})
         if self._other is not None:
             self._write("teacher", self._other, prompt, watched=False)
@@ -109,14 +123,35 @@ class Conversation:
         def decode(ids: list[int]) -> str:
             return str(tokenizer.decode(ids, clean_up_tokenization_spaces=False))
 
-        answer = StreamedAnswer(self._show, score if watched else None, decode, stops)
-        self._console.print(Text(f"{who}> ", style="bold"), end="")
-        (rollout,) = sampler.sample([prompt], on_token=answer.take)
-        answer.flush(last=True)
-        self._console.print()
+        def begun() -> StreamedAnswer:
+            self._console.print(Text(f"{who}> ", style="bold"), end="")
+            return StreamedAnswer(self._show, score if watched else None, decode, stops)
+
+        answer, notes = begun(), dict[str, dict[str, Any]]()
+
+        def taken(token: SampledToken) -> None:
+            answer.take(token)
+
+        def ended() -> None:
+            answer.flush(last=True)
+            self._console.print()
+
+        def environment(id: str, ids: np.ndarray) -> None:
+            nonlocal answer
+            ended()
+            said = str(tokenizer.decode(ids.tolist(), skip_special_tokens=True)).strip()
+            self._console.print(Text("environment> ", style="bold"), Text(printable(said)), sep="", soft_wrap=True)
+            answer = begun()
+
+        (rollout,) = sampler.sample([prompt], on_token=taken, on_environment=environment, notes=notes)
+        ended()
         if answer.ratios:
             self._console.print(Text(self._summary(answer), style="dim"))
-        return sampler.text(rollout)
+        for noted in notes.values():
+            if "lost" in noted:
+                self._console.print(Text(f"The environment failed: {plain(noted['feedback'])}", style="dim"))
+        last = own_turns(rollout)[-1][0] if prompt.environment is not None else 0
+        return response_text(rollout.response_ids[last:], tokenizer, sampler.sampling.stop_ids)
 
     def _show(self, text: str, ratio: float | None) -> None:
         style = "" if ratio is None else next((name for least, name in STYLES if ratio >= least), MOST)
@@ -129,6 +164,24 @@ class Conversation:
             f"log-ratio {np.mean(answer.ratios):.2f} nats per token; the teacher's least liked token is {text!r}, "
             f"{answer.ratios[worst]:.2f} nats less likely than with the student"
         )
+
+
+def chosen_environment(given: str | None, plugins: Sequence[str]) -> Environment | None:
+    """An environment by its kind, or by its settings in YAML, as a recipe would name it.
+
+    >>> chosen_environment("{kind: calculator, turns: 3}", ()).turns
+    3
+    """
+    load_plugins([str(Path(name).resolve()) if name.endswith(".py") else name for name in plugins])
+    if given is None:
+        return None
+    try:
+        settings = yaml.safe_load(given)
+    except yaml.YAMLError as error:
+        raise UserError(f"--environment {given!r} is not YAML: {first_line(error)}") from None
+    settings = {"kind": settings} if isinstance(settings, str) else settings
+    found: Environment = validate_settings("environment", AnyEnvironment, settings)
+    return found
 
 
 def questions(ask: Callable[[], str]) -> Iterator[str]:

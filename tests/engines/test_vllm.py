@@ -45,8 +45,9 @@ from opd.models.attention import Packed
 from opd.models.language_model import LanguageModel
 from opd.models.lora import save_adapter
 from opd.models.settings import Lora
+from opd.objective.batch import own_turns
 from opd.recipe import load_recipe
-from opd.records import Finished, Rollout, SampledToken, SampleRequest, Sampling, WeightsRef
+from opd.records import Author, Finished, Rollout, SampledToken, SampleRequest, Sampling, WeightsRef
 from opd.rollouts.rollouter import answers
 from opd.runner.plan import make_plan
 from tests.support.crash import durable, ended, kept, start
@@ -819,6 +820,36 @@ def test_a_run_samples_ahead(servers: list[Server], tmp_path: Path) -> None:
     )
     assert len(run.metrics) == 4
     assert all(np.isfinite(metric["loss"]) for metric in run.metrics)
+
+
+@real
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_turns_in_an_environment_are_requests_with_the_history(
+    servers: list[Server], staleness: int, tmp_path: Path
+) -> None:
+    environment = {"kind": "dialogue", "turn_tokens": 6}
+    changes = {
+        "prompts": "task:dialogue",
+        "sampler": {"engine": "vllm", "address": servers[0].address, **EAGER},
+        "rollout": {
+            "prompts": 6, "samples": 2, "max_new_tokens": 40, "environment": environment, "staleness": staleness,
+        },
+        "train": {"steps": 2, "lr": 3e-4},
+        "eval": {"prompts": 0 if staleness else 2, "teachers": False},
+    }  # fmt: skip
+    run = opd.run({**RECIPE, **changes}, out=tmp_path / "run")
+    assert all(metric["env/turns"] > 1 and metric["env/lost"] == 0 for metric in run.metrics)
+    found = run.rollouts.load(list(run.rollouts.entries))
+    assert len(found) == 24
+    student = load_model("tiny/spelling")
+    for rollout in found:
+        own = rollout.author == Author.STUDENT
+        assert (rollout.author[~own] == Author.ENV).all()
+        assert rollout.stop in ("env", "length")
+        assert max(end - first for first, end in own_turns(rollout)) <= 6
+        if (rollout.version[own] == 0).all():
+            np.testing.assert_allclose(rollout.logprob[own], rescored(student, rollout)[0][own], atol=1e-4)
+    assert any((rollout.author == Author.ENV).sum() > 1 for rollout in found)
 
 
 @real

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from opd.common.errors import UserError
 from opd.records import SampledToken
-from opd.runner.chat import Conversation, StreamedAnswer, converse, questions
+from opd.runner.chat import Conversation, StreamedAnswer, chosen_environment, converse, questions
 from tests.support.helpers import save_tiny
 
 
@@ -37,6 +37,53 @@ def test_both_answer_and_the_teacher_looks_on() -> None:
     alike = said("tiny/generalist", "tiny/generalist", "sort kqzv")
     assert "log-ratio 0.00 nats" in alike.replace("-0.00", "0.00")
     assert "teacher>" not in said("tiny/generalist", None, "sort kqzv")
+
+
+ADDS = """
+import opd
+from opd.rollouts.environments import Environment, Episode, Step
+
+@opd.register
+class Adds(Environment):
+    name = "adds"
+    word: str = "more"
+
+    def open(self, prompt, key):
+        return Adding(self.word)
+
+class Adding(Episode):
+    def __init__(self, word):
+        self.word = word
+
+    def step(self, turn):
+        if turn.number == 1:
+            raise RuntimeError("no answer")
+        return Step(messages=[{"role": "user", "content": self.word}])
+"""
+
+
+def test_an_environment_answers_between_the_turns(tmp_path: Path) -> None:
+    (tmp_path / "adds.py").write_text(ADDS)
+    environment = chosen_environment("{kind: adds, word: sort ba, turn_tokens: 6}", [str(tmp_path / "adds.py")])
+    out = StringIO()
+    talk = Conversation(
+        "tiny/generalist", "tiny/spelling", console=Console(file=out, width=200), max_new_tokens=60, temperature=0.0,
+        environment=environment,
+    )  # fmt: skip
+    converse(talk, ["sort kqzv"])
+    lines = [line.partition("> ")[0] for line in out.getvalue().splitlines()]
+    turns = ["student", "environment", "student", "The environment failed: RuntimeError: no answer"]
+    assert lines == [*turns, *(line.replace("student", "teacher") for line in turns)]
+    assert "environment> sort ba" in out.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [("{kind: add", "not YAML"), ("calculatr", "calculator"), ("{kind: calculator, turn: 2}", "turn")],
+)
+def test_environments_that_are_not_there_are_named(given: str, words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        chosen_environment(given, ())
 
 
 def test_a_line_that_is_no_text_is_asked_all_the_same() -> None:

@@ -43,6 +43,7 @@ SMALLEST = {
     "length_bias": "--rollouts 40 --seeds 1",
     "plot_divergences": "",
     "divergence": "--device cpu --tokens 16 --vocabulary 64",
+    "episodes": "--episodes 4 --slots 2 --turn-tokens 4 --seconds 0.01 --repeats 1",
     "sampler": "--device cpu --layers 1 --requests 4 --new-tokens 4 --slots 2",
     "decode": "--device cpu --shapes tiny --slots 4 --columns 24 --steps 4",
     "step_gpu": "--device cpu --cases tiny --steps 1 --warm 1 --profile",
