@@ -647,14 +647,14 @@ def _keep(drawn: dict[str, SampledToken], sink: Sink, author: Author) -> None:
 OnEnvironment = Callable[[str, np.ndarray], None]  # gets a rollout's id and what its environment wrote
 
 
-def ignored(id: str, ids: np.ndarray) -> None:
+def drop_text(id: str, ids: np.ndarray) -> None:
     pass
 
 
 class MemorySink:
     """Rollouts in memory, for evaluation and custom loops."""
 
-    def __init__(self, requests: Sequence[SampleRequest], on_environment: OnEnvironment = ignored) -> None:
+    def __init__(self, requests: Sequence[SampleRequest], on_environment: OnEnvironment = drop_text) -> None:
         self._on_environment = on_environment
         self._columns: dict[str, list[list[Any]]] = {request.id: [[] for _ in range(6)] for request in requests}
         self._stops: dict[str, StopReason] = {}
@@ -716,7 +716,7 @@ def answers(
     prompts: Mapping[str, Prompt] | None = None,
     tokenizer: Any = None,
     notes: dict[str, dict[str, Any]] | None = None,
-    on_environment: OnEnvironment = ignored,
+    on_environment: OnEnvironment = drop_text,
 ) -> list[Rollout]:
     """Rollouts in memory, in the order of the requests. `on_token`: called for each token as it is drawn.
 
@@ -743,7 +743,7 @@ def _in_memory(
     on_token: Callable[[SampledToken], None],
     prompts: Mapping[str, Prompt],
     tokenizer: Any,
-    on_environment: OnEnvironment = ignored,
+    on_environment: OnEnvironment = drop_text,
 ) -> tuple[list[Rollout], dict[str, dict[str, Any]]]:
     """Rollouts, and what environments noted about them."""
     sink, playing = MemorySink(requests, on_environment), dict[str, Playing]()
@@ -881,7 +881,7 @@ class Sampler:
         prompts: Prompt | str | Iterable[Prompt | str],
         samples: int = 1,
         on_token: Callable[[SampledToken], None] = lambda token: None,
-        on_environment: OnEnvironment = ignored,
+        on_environment: OnEnvironment = drop_text,
         notes: dict[str, dict[str, Any]] | None = None,
     ) -> list[Rollout]:
         """`samples` answers to every prompt, or to a single prompt. One group per prompt, in order.
