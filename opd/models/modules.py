@@ -368,6 +368,13 @@ class ScoringModel(ModuleKind):
     def pairs(self, rollouts: Sequence[Rollout], rewards: Mapping[str, float | None]) -> Pairs:
         raise NotImplementedError
 
+    def check(self, view: StageView) -> Iterable[str]:
+        if any(environment is not None and environment.history == "split" for environment in view.environments):
+            yield (
+                f"a {self.name.replace('_', ' ')} with an environment whose history is split: it learns from pairs of whole rollouts. Set "
+                "history to keep."
+            )
+
     def reads(self, student: str, revision: str | None) -> list[Start]:
         return [(student, revision) if self.model is None else (self.model, self.revision)]
 
@@ -400,7 +407,13 @@ class Discriminator(ScoringModel):
         return answer_pairs(rollouts)
 
     def check(self, view: StageView) -> Iterable[str]:
+        yield from super().check(view)
         rollout = view.rollout
+        if rollout.demonstrations is not None and rollout.demonstrations.cut != "none":
+            yield (
+                "a discriminator tells the student's answers from a teacher's, and with rollout.demonstrations.cut an answer has tokens of "
+                "both. Drop one of them."
+            )
         replaced = rollout.demonstrations is not None or (
             rollout.rescue is not None and rollout.rescue.trained_as == "teacher"
         )
@@ -428,6 +441,7 @@ class RewardModel(ScoringModel):
         return ([], []) if self.frozen else reward_pairs(rollouts, rewards)
 
     def check(self, view: StageView) -> Iterable[str]:
+        yield from super().check(view)
         if self.frozen and self.weights is None:
             yield (
                 "frozen: true without `weights`: its scores would come from numbers that nobody trained. Name the stage that trains it, "

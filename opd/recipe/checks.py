@@ -92,6 +92,23 @@ def _rollouts(stage: Stage) -> Iterator[str]:
         )
 
 
+def _replaced(stage: Stage) -> Iterator[str]:
+    """Failed answers that are replaced are the student's: some group, or some answer, must be."""
+    rollout = stage.rollout
+    writes = "student" in rollout.ever_positive and None in rollout.by_sample
+    if rollout.rescue is not None:
+        fixed = [writer.name for writer in rollout.writers if writer.samples]
+        if not writes:
+            yield "rollout.rescue answers again what the student failed, but others write all answers. Drop it."
+        elif fixed:
+            yield f"rollout.rescue is for groups that the student wrote alone, and the writer {fixed[0]} has samples of every group. Drop one."
+        elif rollout.teacher_mix:
+            yield f"rollout.rescue is for groups that the student wrote alone, and teacher_mix {rollout.teacher_mix} mixes a teacher in. Drop one."
+    shown = any(writer.author == "student" for writer in rollout.writers)
+    if rollout.demonstrations is not None and not writes and not shown:
+        yield "rollout.demonstrations replaces answers that the student failed, but others write all answers. Drop it."
+
+
 def _teacher_prefix(stage: Stage) -> Iterator[str]:
     rollout, prefix = stage.rollout, stage.rollout.teacher_prefix
     if prefix is None:
@@ -504,6 +521,7 @@ CHECKS = (
     _environment,
     _demonstrations,
     _teacher_prefix,
+    _replaced,
     _coefficients,
     _objective,
     _choices,
