@@ -55,6 +55,12 @@ def performance() -> Iterator[str]:
     yield from on_a_cpu()
 
 
+def agents() -> Iterator[str]:
+    rates = result("episodes")["tokens_per_second"]
+    first, second = (slow / instant for slow, instant in zip(rates["slow"], rates["instant"], strict=True))
+    yield f"{first:.2f} and {second:.2f} times those with an instant tool"
+
+
 def divergences() -> Iterator[str]:
     names = {
         "opd fast": "opd, fastest", "opd budget": "opd, limited to 1.3 GiB", "opd small": "opd, least memory",
@@ -407,7 +413,7 @@ def policy_gradients() -> Iterator[str]:
 PAGES = {
     "README.md": readme, "docs/evidence.md": findings, "docs/evidence/specialists.md": specialists, "docs/evidence/rl.md": rl, "docs/evidence/labs.md": labs,
     "docs/evidence/small-studies.md": small_studies, "docs/performance.md": performance, "docs/divergences.md": divergence_table,
-    "docs/async.md": asynchronous, "docs/policy-gradients.md": policy_gradients,
+    "docs/async.md": asynchronous, "docs/agents.md": agents, "docs/policy-gradients.md": policy_gradients,
 }  # fmt: skip
 
 
