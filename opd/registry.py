@@ -474,6 +474,7 @@ CHOICES: dict[str, str] = {
     "advantage.anchor_rank": "opd.objective.advantages:AnchorRank",
     "advantage.score": "opd.objective.advantages:ScoreAdvantage",
     "advantage.turns": "opd.objective.advantages:TurnAdvantage",
+    "advantage.probing": "opd.objective.advantages:ProbingAdvantage",
     "advantage.gae": "opd.objective.policy_gradient:GeneralisedAdvantage",
     "surrogate.importance_sampling": "opd.objective.policy_gradient:ImportanceSampling",
     "surrogate.ppo": "opd.objective.policy_gradient:PPO",

@@ -11,8 +11,12 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
+from pydantic import Field
+
 from opd.common.errors import DataError
 from opd.records import Prompt
+from opd.registry import Fraction
 from opd.rollouts.environments import Environment, Episode, Step, Turn
 
 
@@ -21,9 +25,30 @@ class ScriptedDialogue(Environment):
 
     name = "dialogue"
     inline = True
+    cut: Fraction = Field(
+        0.0,
+        description="of dialogue: share of episodes in which the user goes straight to the last message after some turn",
+    )
+
+    @property
+    def has_oracle(self) -> bool:
+        return not self.cut
+
+    @property
+    def cuts(self) -> bool:
+        return self.cut > 0
+
+    @property
+    def advises(self) -> bool:
+        return not self.cut
 
     def open(self, prompt: Prompt, key: int) -> Episode:
-        return DialogueEpisode(prompt)
+        episode = DialogueEpisode(prompt)
+        if self.cut and episode.messages:
+            coin, place = np.random.default_rng(key).random(2)
+            if coin < self.cut:
+                episode.skip_after(int(place * len(episode.messages)))
+        return episode
 
     def oracle(self, prompt: Prompt) -> Sequence[str] | None:
         expected = DialogueEpisode(prompt).expected
@@ -40,6 +65,11 @@ class DialogueEpisode(Episode):
         self.messages = [line["say"] for line in script]
         self.expected = [prompt.fields.get("answer"), *(line.get("answer") for line in script)]
         self.part = 1 / max(1, sum(answer is not None for answer in self.expected))
+
+    def skip_after(self, turn: int) -> None:
+        """Leave out what the user says between this turn, from 0, and the last message."""
+        self.messages = [*self.messages[:turn], self.messages[-1]]
+        self.expected = [*self.expected[: turn + 1], self.expected[-1]]
 
     def step(self, turn: Turn) -> Step:
         expected = self.expected[turn.number]

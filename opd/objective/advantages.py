@@ -827,6 +827,57 @@ class TurnAdvantage(AdvantagePart):
         return found
 
 
+class ProbingAdvantage(AdvantagePart):
+    """A bonus for right whole dialogues, if those of the group end right more often than its cut ones (Probing-to-Refine)."""
+
+    name = "probing"
+    bonus: float = Field(0.5, gt=0, description="of probing: added at every token of a whole dialogue that ends right")
+    margin: float = Field(
+        1.0,
+        gt=0,
+        description="of probing: the mean outcome of whole dialogues must be above this many times that of cut ones",
+    )
+
+    def needs(self, role: str = "teacher") -> Needs:
+        return Needs(rewards=True)
+
+    def check(self, view: StageView) -> Iterable[str]:
+        if None not in view.environments and not any(one.cuts for one in view.environments):  # None: not known
+            yield "advantage probing compares whole dialogues with cut ones. Set rollout.environment: {kind: dialogue, cut: 0.5}."
+        if view.rollout.samples == 1:
+            yield "advantage probing compares the samples of a prompt, and rollout.samples is 1. Set it to 2 or more."
+
+    def prepare(self, tokens: SampledTokens) -> dict[str, float]:
+        """The bonus of every rollout, by id."""
+        groups: dict[str, list[Rollout]] = {}
+        for rollout in tokens.rollouts:
+            groups.setdefault(rollout.group, []).append(rollout)
+        found: dict[str, float] = {}
+        for members in groups.values():
+            turns = [rewards_by_turn(tokens.batch, rollout) for rollout in members]
+            known = [(rollout, values) for rollout, values in zip(members, turns, strict=True) if values is not None]
+            right = np.array([values[-1] > 0 for _, values in known], dtype=np.float64)
+            counts = np.array([values.size for _, values in known])
+            bonuses = probing_bonuses(right, counts, self.bonus, self.margin)
+            found |= {rollout.id: float(bonus) for (rollout, _), bonus in zip(known, bonuses, strict=True)}
+        return found
+
+    def values(self, tokens: SampledTokens, prepared: dict[str, float]) -> list[np.ndarray]:
+        return [np.full(rollout.response_ids.size, prepared.get(rollout.id, 0.0)) for rollout in tokens.rollouts]
+
+
+def probing_bonuses(right: np.ndarray, turns: np.ndarray, bonus: float, margin: float) -> np.ndarray:
+    """The bonus of each dialogue of a group. Whole ones have the most turns; without any cut one there is nothing to compare.
+
+    >>> probing_bonuses(np.array([1.0, 0.0, 0.0]), np.array([3, 3, 2]), 0.5, 1.0).tolist()
+    [0.5, 0.0, 0.0]
+    """
+    whole = turns == turns.max(initial=0)
+    if whole.all() or right[whole].mean() <= margin * right[~whole].mean():
+        return np.zeros(right.size)
+    return bonus * right * whole
+
+
 def turn_advantages(
     rewards: Sequence[np.ndarray | None], groups: Sequence[str], discount: float, baseline: str = "turn"
 ) -> list[np.ndarray]:

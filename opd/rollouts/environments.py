@@ -157,6 +157,11 @@ class Environment(Choice):
     def advises(self) -> bool:
         return type(self).advice is not Environment.advice
 
+    @property
+    def cuts(self) -> bool:
+        """Whether some of its episodes leave out what others have, for the advantage `probing`."""
+        return False
+
     def turns_at(self, step: int | None) -> int:
         """The most turns of an episode at a training step, counted from 1. None: in evaluation."""
         grown = self.turns if step is None or self.curriculum != "forward" else 1 + (step - 1) // self.growth

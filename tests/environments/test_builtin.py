@@ -146,6 +146,20 @@ def test_a_scripted_dialogue() -> None:
         game.open(Prompt("p", "d", text="hello"), 0)
 
 
+def test_cut_dialogues_go_straight_to_the_last_message() -> None:
+    prompt = get_task("dialogue", turns=4).prompt("train", 3)
+    right = list(environment("dialogue").oracle(prompt) or ())
+    lengths = set()
+    for key in range(40):
+        episode = environment("dialogue", cut=0.5).open(prompt, key)
+        expected = list(episode.expected)  # type: ignore[attr-defined]
+        assert expected == [*right[: len(expected) - 1], right[-1]]
+        assert environment("dialogue", cut=0.5).open(prompt, key).expected == expected  # type: ignore[attr-defined]
+        lengths.add(len(expected))
+    assert lengths == {2, 3, 4}
+    assert not environment("dialogue", cut=0.5).has_oracle
+
+
 def test_search_finds_the_document_about_the_query(tmp_path: Path) -> None:
     rows = [{"title": name, "text": f"The capital of {name} is {city}."} for name, city in (("France", "Paris"), ("Peru", "Lima"))]  # fmt: skip
     (tmp_path / "corpus.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

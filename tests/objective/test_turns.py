@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 import opd
 from opd.common.errors import RecipeError
-from opd.objective.advantages import TurnAdvantage, turn_advantages
+from opd.objective.advantages import TurnAdvantage, probing_bonuses, turn_advantages
 from opd.objective.batch import Batch, own_turns, rewards_by_turn
 from opd.recipe import load_recipe
 from opd.records import Author, Rollout
@@ -98,6 +98,22 @@ def test_the_outcome_belongs_to_the_last_turn() -> None:
     assert rewards_by_turn(Batch([played], rewards={"r": None}), played) is None
 
 
+groups_of_dialogues = st.lists(st.tuples(st.booleans(), st.integers(1, 4)), min_size=1, max_size=8)
+
+
+@given(groups_of_dialogues, st.floats(0.1, 2), st.floats(0.5, 2))
+def test_the_bonus_of_probing_against_the_definition(
+    group: list[tuple[bool, int]], bonus: float, margin: float
+) -> None:
+    right, turns = np.array([float(ok) for ok, _ in group]), np.array([count for _, count in group])
+    found = probing_bonuses(right, turns, bonus, margin)
+    most = max(count for _, count in group)
+    whole = [ok for ok, count in group if count == most]
+    cut = [ok for ok, count in group if count < most]
+    helps = bool(cut) and sum(whole) / len(whole) > margin * sum(cut) / len(cut)
+    assert found.tolist() == [bonus if helps and ok and count == most else 0.0 for ok, count in group]
+
+
 RECIPE: dict[str, Any] = {
     "student": "tiny/generalist",
     "teachers": {"arithmetic": "tiny/arithmetic"},
@@ -129,7 +145,11 @@ def test_a_run_with_credit_by_turn(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("changes", "words"),
-    [(["rollout.environment=null"], "one turn"), (["rollout.samples=1"], "advantage 0")],
+    [
+        (["rollout.environment=null"], "one turn"),
+        (["rollout.samples=1"], "advantage 0"),
+        (["objective.1.advantage.also.0={kind: probing}"], "compares whole dialogues with cut ones"),
+    ],
 )
 def test_rewards_by_turn_need_turns_and_a_group(changes: list[str], words: str) -> None:
     with pytest.raises(RecipeError, match=words):

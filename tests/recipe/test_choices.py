@@ -53,7 +53,7 @@ EXAMPLES: dict[str, dict[str, Any]] = {
     "advantage.fixed": {"value": -0.75, "entropy_weight": -0.5}, "gate.unlikely": {"share": 0.3, "per": "rollout"},
     "gate.trust": {"by": "entropy", "power": 2.0}, "gate.drift": {"gamma": 0.3, "most": 4.0}, "gate.length": {"shortest": 0.1, "longest": 0.2},
     "gate.tokens": {"ids": [3, 4], "occurrence": "first", "keep": True}, "gate.keep": {"share": 0.4, "minimum": 1, "prefer": "random", "threshold": 0.2},
-    "advantage.turns": {"turn_weight": 2.0, "turn_discount": 0.9, "turn_baseline": "group"},
+    "advantage.probing": {"bonus": 0.2, "margin": 1.5}, "advantage.turns": {"turn_weight": 2.0, "turn_discount": 0.9, "turn_baseline": "group"},
     "form.candidates": {"k": 4, "weigh": "teacher", "low": 0.1, "high": 0.3, "gate": "finished"}, "form.hpd": {"draw": "argmax", "on": ["data"]},
     "advantage.ketchup": {"steps": 3, "whiten": False}, "surrogate.trrd": {"alpha": 0.3, "bound": 2.0, "high": 0.28},
     "advantage.magnitude": {"outcome_weight": 2.0, "share": 0.3, "band": 0.1, "warmup": 5, "decay": 9, "std": True},
