@@ -181,6 +181,26 @@ def test_answers_end_at_the_limit_of_their_step_also_after_an_interruption(
     same_run(opd.resume(tmp_path / "run"), reference)
 
 
+@pytest.mark.slow
+def test_a_matched_limit_reaches_a_score_in_fewer_tokens(tmp_path: Path) -> None:
+    """The first words of seven letters' answers teach nearly as much as whole answers, and the limit then grows (Fast OPD)."""
+    tokens = {}
+    schedules = {"full": None, "matched": {"kind": "matched", "start": 4, "below": 0.35, "steps": 1, "factor": 2}}
+    for name, schedule in schedules.items():
+        recipe = {
+            "student": "tiny/generalist", "teachers": {"spelling": "tiny/spelling"}, "prompts": [{"source": "task:reverse", "domain": "spelling"}],
+            "rollout": {"prompts": 32, "max_new_tokens": 16, "length_schedule": schedule}, "train": {"steps": 5, "lr": 1e-3, "warmup": 5},
+            "eval": {"prompts": 200, "every": 2, "teachers": False}, "log": {"start_table": False}, "device": "cpu", "threads": 1,
+        }  # fmt: skip
+        run, spent = opd.run(recipe, out=tmp_path / name), 0
+        assert run.summary["stages"][0]["evals"]["spelling"]["before"] < 0.7
+        for line in run.metrics:
+            spent += line["tokens"]
+            if line.get("eval/spelling", 0) >= 0.9:
+                tokens.setdefault(name, spent)
+    assert tokens["matched"] < 0.85 * tokens["full"]
+
+
 @pytest.mark.scale
 def test_two_ranks_draw_what_one_draws(tmp_path: Path) -> None:
     changes = [
