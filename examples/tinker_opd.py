@@ -13,11 +13,12 @@ import numpy as np
 import tinker
 from tinker import types
 
-STEPS, PROMPTS, SAMPLES = 15, 16, 4
+STEPS, PROMPTS, SAMPLES = 20, 32, 4
 
 
 def question() -> str:
-    return f"{random.randint(10, 99)}+{random.randint(10, 99)}="
+    """A prompt of the task `addition`, in the chat template of the tiny models."""
+    return f"add {random.randint(10, 99)}+{random.randint(10, 99)}="
 
 
 def main() -> None:
@@ -51,7 +52,7 @@ def main() -> None:
             }
             data.append(types.Datum(model_input=types.ModelInput.from_ints(ids[:-1]), loss_fn_inputs=inputs))
         trained = student.forward_backward(data, "importance_sampling")
-        student.optim_step(types.AdamParams(learning_rate=2e-3)).result()
+        student.optim_step(types.AdamParams(learning_rate=1e-3)).result()
         trained.result()
         print(f"step {step + 1}: KL to the teacher {np.mean(kl):.3f} nats per token", flush=True)
     print("saved at", student.save_state("distilled").result().path)
