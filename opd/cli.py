@@ -644,9 +644,7 @@ def serve(
     revision: Annotated[
         list[str] | None, typer.Option(metavar="NAME=REVISION", help="Of a model on the hub; default: its newest.")
     ] = None,
-    host: Annotated[
-        str, typer.Option(help="Address to listen on; anything but loopback is open to others.")
-    ] = "127.0.0.1",
+    host: Annotated[str, typer.Option(help="Address; anything but loopback is open to others.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65_535, help="0: any free port.")] = 8200,
     token_env: Annotated[
         str | None,
@@ -661,17 +659,21 @@ def serve(
     max_sequences: Annotated[int, typer.Option(min=1, help="Texts in one request.")] = 4096,
     max_bytes: Annotated[int, typer.Option(min=1, help="Bytes of one request.")] = 16 << 20,
     waiting: Annotated[int, typer.Option(min=1, help="Requests that may wait; further ones get 429.")] = 4096,
-    request_seconds: Annotated[
-        float, typer.Option(min=0.1, help="Seconds within which a request has to arrive.")
-    ] = 30.0,
+    request_seconds: Annotated[float, typer.Option(min=0.1, help="Seconds for a request to arrive.")] = 30.0,
     drain_seconds: Annotated[float, typer.Option(min=0.0, help="For the last answers after SIGTERM.")] = 60.0,
     tinker: Annotated[
         bool, typer.Option("--tinker", help="Serve the Tinker API: training clients over these.")
     ] = False,
     checkpoints: Annotated[Path, typer.Option(help="Of --tinker: saved states.")] = Path("tinker-checkpoints"),
+    student: Annotated[bool, typer.Option("--student", help="Train RECIPE [KEY=VALUE]...: agents ask here.")] = False,
 ) -> None:
     """Serve models as teachers: hidden states, log-probs and likeliest ids over HTTP."""
     from opd.common.http import to_stderr
+
+    if student:
+        from opd.serve.student import serve_student
+
+        return serve_student(models, host, port, token_env, to_stderr)
     from opd.serve.server import ServeSettings
     from opd.serve.server import serve as start
     from opd.teachers.served import RequestLimits

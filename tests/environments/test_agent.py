@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import itertools
 import json
@@ -17,7 +18,7 @@ import numpy as np
 import pytest
 
 import opd
-from opd.common.errors import RemoteError, TrainingError
+from opd.common.errors import RemoteError, TrainingError, UserError
 from opd.data.prompts import render_prompt
 from opd.environments.agent import AgentEnvironment
 from opd.environments.agent_turns import AgentPlaying
@@ -26,6 +27,7 @@ from opd.records import Author, Finished, Prompt, Rollout, SampledToken, SampleR
 from opd.registry import StageView
 from opd.rollouts.episodes import PARTS, TURN_OF, split_conversations
 from opd.rollouts.rollouter import answers
+from opd.serve.student import serve_student
 from tests.support.chat_templates import OWN, template_tokenizer
 
 TOKEN = "0123456789abcdef"
@@ -566,6 +568,37 @@ def test_kl_falls_with_agents_that_others_start(tmp_path: Path, monkeypatch: pyt
     assert np.mean(kl[-5:]) < 0.6 * np.mean(kl[:3])
     assert all(line["env/lost"] == 0 for line in run.metrics)
     assert len(run.rollouts.entries) == 256
+
+
+def test_serving_the_student_of_a_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AGENT_TOKEN", TOKEN)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    over, said = threading.Event(), list[str]()
+
+    def agent() -> None:
+        while not over.is_set():
+            with contextlib.suppress(ConnectionError):
+                client = Client(f"http://127.0.0.1:{port}")
+                status, facts = client.ask("/v1/prompt")
+                assert status == 200
+                path = f"/conversations/{client.name}/v1/chat/completions"
+                assert client.ask(path, {"messages": facts["messages"]}, **{"X-Conversation": ""})[0] == 200
+                client.end(reward=0.5)
+            time.sleep(0.05)
+
+    threading.Thread(target=agent, daemon=True).start()
+    file = tmp_path / "recipe.yaml"
+    file.write_text(json.dumps({**recipe([]), "rollout": {"prompts": 1, "samples": 2, "max_new_tokens": 8}}))
+    known = ("127.0.0.1", port, "AGENT_TOKEN", said.append)
+    serve_student([str(file), "train.steps=1"], *known, out=tmp_path / "run", quiet=True)
+    over.set()
+    assert [line["reward"] for line in opd.Run(tmp_path / "run").metrics] == [0.5]
+    assert str(port) in said[0]
+    with pytest.raises(UserError, match="needs a recipe"):
+        serve_student([], *known)
+    with pytest.raises(UserError, match="other than 0"):
+        serve_student([str(file)], "127.0.0.1", 0, "AGENT_TOKEN", said.append)
 
 
 def test_a_run_ends_when_every_agent_fails(tmp_path: Path) -> None:
