@@ -193,8 +193,8 @@ GLOSSARY: dict[str, tuple[Translation, ...]] = {  # section of the table -> its 
     "Rewards": (
         Translation("`rewards`", " (a kind, or `file.py:function` for your own)", trl="reward_funcs", verl="custom_reward_function.path custom_reward_function.name reward.custom_reward_function.path reward.custom_reward_function.name data.reward_fn_key reward.reward_manager.name", swift="reward_funcs external_plugins"),
         Translation("`rewards.weight`", ", of each reward in a list", trl="reward_weights", swift="reward_weights"),
-        Translation("`rewards`", ", with `kind: chat`: a model behind an endpoint", trl="reward_model_path", verl="reward_model.enable reward_model.model.path reward.reward_model.enable reward.reward_model.model_path", swift="reward_model"),
-        Translation("`rewards.sandbox`", ": code is run on this machine, behind walls", verl="sandbox_fusion.url reward.sandbox_fusion.url", tinker="sandbox_backend"),
+        Translation("`rewards`", ", with `kind: chat`: a model at an endpoint", trl="reward_model_path", verl="reward_model.enable reward_model.model.path reward.reward_model.enable reward.reward_model.model_path", swift="reward_model"),
+        Translation("`rewards.sandbox`", ": code runs on this machine, in a sandbox", verl="sandbox_fusion.url reward.sandbox_fusion.url", tinker="sandbox_backend"),
     ),
     "Training": (
         Translation("`train.lr`", trl="learning_rate", verl=f"{_OPTIM}lr", tinker="learning_rate", swift="learning_rate"),
