@@ -119,7 +119,7 @@ def test_servers_of_a_cluster_have_the_commit_a_run_began_with(tmp_path: Path, m
     assert command[command.index("--revision") + 1] == f"{name}={'a' * 40}"
     named, settings = {name: "org/name", "newest": "org/name"}, ServeSettings(device="cpu")
     served = serving._load(named, serving._revisions([f"{name}={'a' * 40}"], named), settings, print)
-    begun, newest = served[name].model, served["newest"].model
+    begun, newest = served[name], served["newest"]
     own = load_model(str(root / "snapshots" / ("a" * 40)))
     assert torch.equal(begun.head.weight, own.head.weight)
     assert not torch.equal(newest.head.weight, own.head.weight)
