@@ -87,7 +87,7 @@ class TokenLoss:
             if targets.dtype.kind != "i":
                 raise WireError(400, f"{what}: target_tokens are integers")
             _check_ids(f"{what}: target_tokens", targets, size)
-            self._check_shapes(what, row)
+        self._check_shapes(what, row)
 
     def _check_shapes(self, what: str, row: LossRow) -> None:
         shapes = {array.shape for array in row.inputs.values()}
@@ -121,6 +121,8 @@ class WeightedCrossEntropy(TokenLoss):
             raise WireError(
                 400, f"{what}: target_tokens have shape {list(targets.shape)}, weights {list(weights.shape)}"
             )
+        if 0 in targets.shape:
+            raise WireError(400, f"{what}: target_tokens have shape {list(targets.shape)}, without a target")
 
     def part(self, rows: Sequence[LossRow], projection: Projection, ids_T: Tensor) -> LossPart:
         given = {name: _joined(rows, name, projection.hidden.device) for name in self.inputs}
@@ -233,6 +235,5 @@ def _check_ids(what: str, ids: np.ndarray, size: int) -> None:
 
 
 def _joined(rows: Sequence[LossRow], name: str, device: Any) -> Tensor:
-    arrays = [row.inputs[name] for row in rows]
-    dtype = np.int64 if arrays[0].dtype.kind == "i" else np.float32
-    return upload(np.concatenate(arrays).astype(dtype), device)
+    dtype = np.int64 if name == "target_tokens" else np.float32
+    return upload(np.concatenate([row.inputs[name] for row in rows]).astype(dtype), device)

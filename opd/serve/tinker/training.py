@@ -8,7 +8,7 @@ client.restore(client.state())
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -91,10 +91,13 @@ class TrainedModel:
         self, rows: Sequence[LossRow], loss: TokenLoss, backward: bool
     ) -> tuple[list[dict[str, np.ndarray]], dict[str, float]]:
         """Outputs of every datum, in order, and metrics. Gradients of the sum of all losses are accumulated."""
-        outputs: list[dict[str, np.ndarray]] = []
+        outputs: dict[str, dict[str, np.ndarray]] = {}
         total, metrics = 0.0, dict[str, list[float]]()
         items = [_Item(str(number), row) for number, row in enumerate(rows)]
-        for batch in pack(items, self._batch_tokens):
+        alike: dict[Hashable, list[_Item]] = {}
+        for item in items:
+            alike.setdefault(item.row.widths, []).append(item)
+        for batch in (batch for group in alike.values() for batch in pack(group, self._batch_tokens)):
             chosen = [item.row for item in batch]
             lengths = [row.length for row in chosen]
             ids = upload(np.concatenate([row.ids for row in chosen]), self.model.device)
@@ -110,9 +113,10 @@ class TrainedModel:
             for name, number in part.metrics.items():
                 metrics.setdefault(name, []).append(number)
             arrays = {name: np.split(tensor.float().cpu().numpy(), np.cumsum(lengths)[:-1]) for name, tensor in part.outputs.items()}  # fmt: skip
-            outputs += [dict(zip(arrays, each, strict=True)) for each in zip(*arrays.values(), strict=True)]
+            for item, each in zip(batch, zip(*arrays.values(), strict=True), strict=True):
+                outputs[item.id] = dict(zip(arrays, each, strict=True))
         means = {name: float(np.mean(numbers)) for name, numbers in metrics.items()}
-        return outputs, {"loss:sum": total, **means}
+        return [outputs[item.id] for item in items], {"loss:sum": total, **means}
 
     def update(self, settings: AdamSettings) -> dict[str, float]:
         """Apply the gradients since the last update."""
@@ -149,6 +153,7 @@ class TrainedModel:
         with torch.no_grad():
             for name, parameter in own.items():
                 parameter.copy_(saved[name])
+        self.optimiser.discard()  # gradients of the weights before
         self.optimiser = self._fresh()
         if optimiser:
             self.optimiser.restore(moments, updates)

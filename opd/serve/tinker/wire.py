@@ -23,7 +23,7 @@ VARINT, FIXED64, LENGTH, FIXED32 = 0, 1, 2, 5
 DTYPES: dict[int, np.dtype[Any]] = {1: np.dtype("<f4"), 2: np.dtype("<i8"), 3: np.dtype("<i4")}
 FLOAT32, INT64 = 1, 2
 DEPTH = 8  # of messages in messages; a request has five
-MOST_CELLS = 1 << 24  # numbers of one datum's loss input
+MOST_CELLS = 1 << 24  # numbers of one tensor, and of all sparse tensors of a request together
 
 
 class FieldType(NamedTuple):
@@ -277,11 +277,19 @@ class LossRow:
     def length(self) -> int:
         return int(self.ids.size)
 
+    @property
+    def widths(self) -> tuple[tuple[str, tuple[int, ...]], ...]:
+        """Of its inputs. Data of the same widths can be computed together."""
+        return tuple((name, array.shape[1:]) for name, array in sorted(self.inputs.items()))
+
 
 def loss_rows(message: Mapping[str, Any], limits: RequestLimits) -> list[LossRow]:
     data = message.get("data", ())
     if len(data) > limits.sequences:
         raise WireError(413, f"{len(data)} data in one request; at most {limits.sequences} are accepted")
+    cells = sum(map(_sparse_cells, data))
+    if cells > MOST_CELLS:
+        raise WireError(413, f"sparse tensors of {cells} numbers in one request; at most {MOST_CELLS} are accepted")
     rows = [_row(number, datum) for number, datum in enumerate(data)]
     total = sum(row.length for row in rows)
     if total > limits.tokens:
@@ -289,11 +297,20 @@ def loss_rows(message: Mapping[str, Any], limits: RequestLimits) -> list[LossRow
     return rows
 
 
+def _sparse_cells(datum: Mapping[str, Any]) -> int:
+    """Numbers that the sparse tensors of a datum stand for. They take far fewer bytes to send."""
+    tensors = (entry.get("value", {}) for entry in datum.get("loss_fn_inputs", ()))
+    shapes = [tensor.get("shape", ()) for tensor in tensors if "sparse_csr" in tensor]
+    return sum(math.prod(map(abs, shape)) for shape in shapes if len(shape) == 2)
+
+
 def _row(number: int, datum: Mapping[str, Any]) -> LossRow:
     chunks = [_tokens(number, chunk) for chunk in datum.get("model_input", ())]
     ids = np.concatenate(chunks) if chunks else np.zeros(0, dtype=np.int64)
     inputs = {
-        str(entry.get("key", "")): _array(f"datum {number}: {plain(entry.get('key', ''), 60)}", entry.get("value", {}))
+        str(entry.get("key", "")): _array(
+            f"datum {number}: {plain(entry.get('key', ''), 60)}", entry.get("value", {}), ids.size
+        )
         for entry in datum.get("loss_fn_inputs", ())
     }
     return LossRow(ids, inputs)
@@ -312,7 +329,7 @@ def _numbers(what: str, raw: bytes, dtype: np.dtype[Any]) -> np.ndarray:
     return np.frombuffer(raw, dtype=dtype)
 
 
-def _array(what: str, tensor: Mapping[str, Any]) -> np.ndarray:
+def _array(what: str, tensor: Mapping[str, Any], length: int) -> np.ndarray:
     dtype = DTYPES.get(tensor.get("dtype", 0))
     if dtype is None:
         raise WireError(400, f"{what}: dtype {tensor.get('dtype', 0)} is not served; send float32 or int64")
@@ -325,6 +342,8 @@ def _array(what: str, tensor: Mapping[str, Any]) -> np.ndarray:
         if math.prod(shape) != values.size:
             raise WireError(400, f"{what}: {values.size} numbers do not fill the shape {list(shape)}")
         return values.reshape(shape)
+    if shape[:1] != (length,):
+        raise WireError(400, f"{what} has shape {list(shape)}; there are {length} tokens")
     return _dense(what, values, sparse, shape)
 
 
