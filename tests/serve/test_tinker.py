@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import time
+import weakref
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +20,11 @@ from hypothesis import strategies as st
 from opd.common.errors import UserError
 from opd.divergences import Projection
 from opd.serve.tinker import service as service_module
+from opd.serve.tinker.checkpoints import Checkpoints, SavedClient
 from opd.serve.tinker.losses import TokenLoss, loss_named
-from opd.serve.tinker.start import tinker_tokens
+from opd.serve.tinker.requests import SampleBody, SaveForSampler
+from opd.serve.tinker.service import QueuedRequest
+from opd.serve.tinker.start import base_hash, tinker_tokens
 from opd.serve.tinker.wire import LossRow, loss_rows, read_protobuf
 from opd.teachers.served import RequestLimits, WireError
 from tests.support.tinker import OTHER, TOKEN, TinkerServer, loss_request, prompt, stock, tiny
@@ -138,6 +144,25 @@ def test_forward_alone_leaves_no_gradients(server: TinkerServer) -> None:
     assert "no gradients" in server.result(server.step(client, 2))["error"]
 
 
+def test_weights_of_whole_numbers_do_not_truncate_those_of_other_data(server: TinkerServer) -> None:
+    client = server.client(server.session())
+    whole = (IDS[:-1], {**TARGETS, "weights": np.ones(6, np.int64)})
+    half = (IDS[:-1], {**TARGETS, "weights": [0.5] * 6})
+    one, both = (server.result(server.passes(client, seq, data, forward_only=True)) for seq, data in ((1, [whole]), (2, [whole, half])))  # fmt: skip
+    assert both["metrics"]["loss:sum"] == pytest.approx(1.5 * one["metrics"]["loss:sum"], rel=1e-4)
+
+
+def test_data_with_different_numbers_of_targets_share_a_request(server: TinkerServer) -> None:
+    client = server.client(server.session())
+    targets = np.array([IDS[1:], IDS[:-1], [5] * 6]).T
+    data = [(IDS[:-1], {"target_tokens": targets[:, :k], "weights": np.ones((6, k), np.float32)}) for k in (2, 3, 2)]
+    found = server.result(server.passes(client, 1, [data[0], DATUM, *data[1:]], forward_only=True))["outputs"]
+    assert [each["logprobs"].shape for each in found] == [(6, 2), (6,), (6, 3), (6, 2)]
+    for each in (found[0], found[3]):
+        np.testing.assert_allclose(each["logprobs"], found[2]["logprobs"][:, :2], atol=1e-4)
+    np.testing.assert_allclose(found[1]["logprobs"], found[2]["logprobs"][:, 0], atol=1e-4)
+
+
 # --- Order ---
 
 
@@ -176,6 +201,59 @@ def test_requests_that_wait_for_one_that_never_arrives_fail(
     late = server.passes(client, 2, [DATUM], forward_only=True)
     assert "request 1" in server.result(late)["error"]
     assert "outputs" in server.result(server.passes(client, 3, [DATUM], forward_only=True))
+
+
+def test_unloading_frees_a_client_and_ends_what_waits_for_an_earlier_request(server: TinkerServer) -> None:
+    session = server.session()
+    client = server.client(session)
+    server.result(server.passes(client, 1, [DATUM]))
+    failed = server.passes(client, 2, [policy(advantages=[float("nan")] * 6)], "ppo")
+    assert "not finite" in server.result(failed)["error"]
+    error = server.service.future(_owner(server), failed["request_id"]).answer.exception()
+    assert error is not None
+    assert (error.__traceback__, error.__context__) == (None, None)  # they hold the tensors of the pass
+    held = weakref.ref(server.service.client(_owner(server), client)[1])
+    early = server.passes(client, 4, [DATUM])
+    server.result(server.ask("unload_model", model_id=client))
+    assert "was unloaded" in server.result(early)["error"]
+    gc.collect()
+    assert held() is None
+
+
+def test_a_session_ends_although_requests_never_stop_arriving(server: TinkerServer) -> None:
+    session, service = server.session(), server.service
+    with service._changed:
+        service._sessions[session].seen -= service_module.SESSION_SECONDS + 1
+        service._tidied -= 60
+        job = QueuedRequest("busy", lambda: {"there": session in service._sessions})
+        service._enqueue(job)
+    assert job.answer.result(60) == {"there": False}
+
+
+def test_only_samples_can_be_cancelled(server: TinkerServer) -> None:
+    client = server.client(server.session())
+    late = server.passes(client, 2, [DATUM])["request_id"]
+    assert "only samples" in server.error("cancel_future", request_id=late)[1]
+    server.passes(client, 1, [DATUM])
+    assert server.result({"request_id": late})["metrics"]["loss:sum"] > 0
+
+
+def test_a_creation_that_failed_keeps_no_place(server: TinkerServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    session = server.session()
+    client = server.client(session)
+    again = {"session_id": session, "base_model": "generalist", "lora_config": {"rank": 4, "seed": 0}}
+    assert server.result(server.ask("create_model", model_seq_id=0, **again))["model_id"] == client
+    with server.service._changed:
+        del server.service._jobs[f"{client}:0"]  # as ten minutes after it was fetched
+        server.service._sessions[session].futures.discard(f"{client}:0")
+    assert server.error("create_model", model_seq_id=0, **again)[0] == 410
+
+    def full(*_: object) -> None:
+        raise WireError(400, "no memory")
+
+    monkeypatch.setattr(service_module, "TrainedModel", full)
+    assert "no memory" in server.result(server.ask("create_model", model_seq_id=1, **again))["error"]
+    assert list(server.service._sessions[session].clients) == [client]
 
 
 # --- Isolation ---
@@ -305,7 +383,82 @@ def test_stops(server: TinkerServer) -> None:
     assert (len(by_text["tokens"]), by_text.get("stop_reason", 0)) == (1, 0)
 
 
+def test_a_sample_that_fails_fails_alone(server: TinkerServer) -> None:
+    sampler = server.sampler(server.session(), base_model="generalist")
+    jobs = []
+    with server.service._changed:
+        for seq in range(2):
+            body = SampleBody(sampling_session_id=sampler, seq_id=seq, prompt=prompt(IDS), sampling_params={"max_tokens": 2})  # type: ignore[arg-type]  # fmt: skip
+            jobs.append(server.service.sample(_owner(server), body, b"")[0])
+        question = jobs[0].question
+        assert question is not None
+        jobs[0].question = replace(question, sampling=replace(question.sampling, top_k=2**70))
+    assert isinstance(jobs[0].answer.exception(60), (RuntimeError, OverflowError))
+    assert isinstance(jobs[1].answer.result(60), bytes)
+
+
 # --- Saved states ---
+
+
+def test_loading_drops_the_gradients_of_the_weights_before(server: TinkerServer) -> None:
+    client, name = server.client(server.session()), "n" * 200
+    path = server.result(server.ask("save_weights", model_id=client, seq_id=1, path=name))["path"]
+    server.passes(client, 2, [DATUM])
+    loaded = server.ask("load_weights", model_id=client, seq_id=3, path=path, optimizer=False)
+    assert server.result(loaded)["path"] == path
+    assert "no gradients" in server.result(server.step(client, 4))["error"]
+
+
+def test_states_whose_time_ran_out_are_removed_and_their_names_are_free(tmp_path: Path) -> None:
+    client, tensors = SavedClient("b", "h", 4, True, True, 0, {}), {"weights.a": torch.zeros(2)}
+
+    def save(checkpoints: Checkpoints, name: str, seconds: float | None) -> Path:
+        return checkpoints.save("o", "run", "weights", name, tensors, client, seconds=seconds).directory
+
+    checkpoints = Checkpoints(tmp_path)
+    save(checkpoints, "a", -1.0)
+    kept = save(checkpoints, "a", None)
+    with pytest.raises(WireError, match="exists already"):
+        save(checkpoints, "a", None)
+    (kept / "manifest.json").unlink()  # killed while it was deleted
+    kept, gone = save(checkpoints, "a", 1000.0), save(checkpoints, "b", -1.0)
+    checkpoints.close()
+    Checkpoints(tmp_path).close()
+    assert (kept.exists(), gone.exists()) == (True, False)
+
+
+def test_a_snapshot_of_a_session_that_ends_leaves_no_file(
+    server: TinkerServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    session = server.session()
+    client, files = server.client(session), list[Path]()
+    keep = server.service.checkpoints.keep_live
+
+    def slow(tensors: Mapping[str, torch.Tensor]) -> Path:
+        server.service.end_session(_owner(server), session)
+        files.append(keep(tensors))
+        return files[0]
+
+    monkeypatch.setattr(server.service.checkpoints, "keep_live", slow)
+    with server.service._changed:
+        body = SaveForSampler(model_id=client, seq_id=1, sampling_session_seq_id=0)
+        job = server.service.save_for_sampler(_owner(server), body, b"")
+    assert "ended" in str(job.answer.exception(60))
+    assert not files[0].exists()
+
+
+def test_the_hash_of_a_base_model_is_of_what_its_files_store() -> None:
+    model = tiny("generalist")
+    before = base_hash(model)
+    buffers = [each for each in model.module.buffers() if each.is_floating_point()]
+    assert buffers
+    try:
+        for each in buffers:
+            each.mul_(1 + 1e-6)
+        assert base_hash(model) == before
+    finally:
+        for each in buffers:
+            each.div_(1 + 1e-6)
 
 
 @pytest.mark.parametrize("rank", [0, 4])
@@ -356,12 +509,22 @@ def test_names_overwriting_deleting_and_damage(server: TinkerServer) -> None:
     assert "letters, digits" in save(4, path="../a")["error"]
     for odd in ("tinker://../weights/a", "tinker://x/weights/../../a", "/etc/passwd", "tinker://x/other/a"):
         assert server.error("weights_info", tinker_path=odd)[0] == 400
+    other = server.client(server.session(), rank=2)
+    wrong = server.ask("load_weights", model_id=other, seq_id=1, path=path, optimizer=True)
+    assert "has LoRA rank 4, this client has 2" in server.result(wrong)["error"]
+    server.passes(client, 5, [DATUM])
+    server.step(client, 6)
+    sampler = server.sampler(server.session(), model_path=path)
+    assert save(7, path="a", overwrite=True)["path"] == path
+    assert "was overwritten" in server.sample(sampler, IDS)["error"]
+    rejected = server.ask("save_weights_for_sampler", model_id=client, seq_id=8, path="a", overwrite=True)
+    assert "overwrite" in server.result(rejected)["error"]
     found = server.service.checkpoints.find(_owner(server), path)
     tensors = found.directory / "tensors.safetensors"
     content = bytearray(tensors.read_bytes())
     content[-1] ^= 1
     tensors.write_bytes(content)
-    load = server.ask("load_weights", model_id=client, seq_id=5, path=path, optimizer=True)
+    load = server.ask("load_weights", model_id=client, seq_id=9, path=path, optimizer=True)
     assert "damaged" in server.result(load)["error"]
     address = f"/api/v1/training_runs/{client}/checkpoints/weights/a"
     assert server.http.delete(address, headers={"x-api-key": TOKEN}).status_code == 204
@@ -394,6 +557,8 @@ BAD_DATA: dict[str, tuple[Any, str, dict[str, float | str], str]] = {
     "another input": (policy(mask=[1.0] * 6), "ppo", {}, "'mask' is not one of them"),
     "another length": (policy(advantages=[1.0] * 5), "ppo", {}, "shape [5]; there are 6 tokens"),
     "another shape": (policy(advantages=np.ones((6, 2), np.float32)), "ppo", {}, "one number per token"),
+    "no targets": ((IDS[:-1], {"target_tokens": np.zeros((6, 0), np.int64), "weights": np.zeros((6, 0), np.float32)}), "cross_entropy", {}, "without a target"),
+    "two weights": ((IDS, {"weights": np.ones((7, 2), np.float32)}), "divergence", {"teacher": "arithmetic"}, "one number per token"),
     "an unknown setting": (policy(), "ppo", {"clip": 0.1}, "clip_low_threshold"),
     "clips that are distances": (policy(), "ppo", {"clip_low_threshold": 0.2, "clip_high_threshold": 0.2}, "they are ratios"),
     "no tokens": (([], {"target_tokens": [], "weights": []}), "cross_entropy", {}, "reads 1 to 512"),
@@ -470,6 +635,8 @@ def test_impossible_requests(server: TinkerServer, name: str) -> None:
         ({"sampling_params": {"max_tokens": 510}}, "max_tokens 510"),
         ({"sampling_params": {"max_tokens": 1, "temperature": -1}}, "temperature"),
         ({"num_samples": 10**7}, "num_samples"),
+        ({"sampling_params": {"max_tokens": 1, "top_k": 2**40}}, "top_k"),
+        ({"target_prompt_logprobs": {"data": [2**70] * 6, "shape": [6, 1]}}, "target_prompt_logprobs"),
         ({"prompt_alt_tokens_k": 1}, "not served"),
         ({"prompt_logprobs_last_n": 3}, "needs prompt_logprobs"),
         ({"target_prompt_logprobs": {"data": [1], "shape": [1, 1]}}, "expected the shape"),
@@ -493,6 +660,8 @@ def test_tokens_sizes_and_addresses(server: TinkerServer) -> None:
     assert server.post("create_session", b"{").status_code == 400
     assert "docs/tinker.md" in server.error("publish")[1]
     assert server.post("forward_backward", b"\xff\xff").status_code == 400
+    asked = {"model_id": server.client(server.session()), "seq_id": 1, "adam_params": {}, "note": "x" * 70_000}
+    assert server.error("optim_step", **asked)[0] == 422  # at once: bodies of this size do not take a turn
 
 
 def test_a_server_that_is_full_or_ending_says_so(tmp_path: Path) -> None:
@@ -502,11 +671,13 @@ def test_a_server_that_is_full_or_ending_says_so(tmp_path: Path) -> None:
         server.service._most = 0
         asked = {"model_id": client, "seq_id": 2, "adam_params": {}}
         assert server.error("optim_step", **asked)[0] == 429
+        assert server.error("unload_model", model_id=client)[0] == 429
+        assert server.ask("get_info", model_id=client)["lora_rank"] == 4  # it is still there
         server.state.draining = True
         assert server.error("optim_step", **asked)[0] == 503
 
 
-def test_a_client_that_vanishes_frees_what_it_held(server: TinkerServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_client_that_vanishes_frees_what_it_held(server: TinkerServer) -> None:
     session = server.session()
     client = server.client(session)
     server.passes(client, 1, [DATUM])
@@ -514,10 +685,9 @@ def test_a_client_that_vanishes_frees_what_it_held(server: TinkerServer, monkeyp
     files = server.service._sessions[session].files
     assert files[0].exists()
     other = server.client(server.session())
-    monkeypatch.setattr(service_module, "SESSION_SECONDS", 0.5)
+    server.service._sessions[session].seen -= service_module.SESSION_SECONDS + 1
     until = time.monotonic() + 60
     while session in server.service._sessions and time.monotonic() < until:
-        server.ask("get_info", model_id=other)
         time.sleep(0.05)
     assert server.error("get_info", model_id=client)[0] == 404
     assert server.error("session_heartbeat", session_id=session)[0] == 410
@@ -583,6 +753,13 @@ def test_sparse_targets() -> None:
     sparse["col_indices"] = np.array([1, 2], "<i8").tobytes()
     with pytest.raises(WireError, match="outside its shape"):
         loss_rows({"data": [datum]}, RequestLimits())
+    sent = datum["loss_fn_inputs"][0]["value"]
+    sent["shape"] = [4, 2]
+    with pytest.raises(WireError, match="there are 3 tokens"):
+        loss_rows({"data": [datum]}, RequestLimits())
+    sent["shape"] = [3, 1 << 22]
+    with pytest.raises(WireError, match="sparse tensors of 25165824 numbers"):
+        loss_rows({"data": [datum, datum]}, RequestLimits())
 
 
 # --- The command ---

@@ -14,11 +14,11 @@ from starlette.testclient import TestClient
 
 from opd.models import load_model, tiny_models
 from opd.models.language_model import LanguageModel
-from opd.serve.models import tensors_hash
 from opd.serve.tinker.checkpoints import Checkpoints
 from opd.serve.tinker.routes import TinkerState, make_tinker_app
 from opd.serve.tinker.sampling import BaseSampler
 from opd.serve.tinker.service import ServedBase, Service
+from opd.serve.tinker.start import base_hash
 from opd.serve.tinker.wire import DTYPES, MESSAGES, FieldType, MessageReader, message_field, tensor_message
 from opd.teachers.served import RequestLimits
 
@@ -51,8 +51,7 @@ class TinkerServer:
 
     def _base(self, name: str) -> ServedBase:
         model = tiny(name)
-        digest = tensors_hash(dict(model.module.named_parameters()))
-        return ServedBase(name, f"tiny/{name}", model, digest, BaseSampler(model), "")
+        return ServedBase(name, f"tiny/{name}", model, base_hash(model), BaseSampler(model), "")
 
     def close(self) -> None:
         self.service.close()
@@ -76,11 +75,16 @@ class TinkerServer:
         return found.status_code, str(found.json()["error"])
 
     def result(self, future: Mapping[str, Any], token: str = TOKEN) -> Any:
-        """The JSON of a future, or its message as a dictionary of arrays."""
+        """The JSON of a future, or its message as a dictionary of arrays. Asks again while it is not done."""
         body = json.dumps({"request_id": future["request_id"], "allow_metadata_only": True}).encode()
-        found = self.post("retrieve_future", body, token)
-        assert found.status_code == 200, found.text
-        return found.json() if "json" in found.headers["content-type"] else read_answer(found.content)
+        for _ in range(10):  # each waits 30 seconds
+            found = self.post("retrieve_future", body, token)
+            assert found.status_code == 200, found.text
+            if "json" not in found.headers["content-type"]:
+                return read_answer(found.content)
+            if found.json().get("type") != "try_again":
+                break
+        return found.json()
 
     def session(self, token: str = TOKEN) -> str:
         return str(self.ask("create_session", token, tags=[], user_metadata={}, sdk_version="0")["session_id"])

@@ -31,6 +31,7 @@ from opd.teachers.served import WireError
 FORMAT = 1
 TENSORS, MANIFEST = "tensors.safetensors", "manifest.json"
 LIVE = ".live"
+OR_OVERWRITE = {"weights": " or overwrite it", "sampler_weights": ""}
 Kind = Literal["weights", "sampler_weights"]
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
 PATH = re.compile(
@@ -74,6 +75,10 @@ class SavedState:
         from safetensors.torch import load_file
 
         file = self.directory / TENSORS
+        if not (self.directory / MANIFEST).is_file():
+            raise WireError(404, f"{self.path} was deleted, or its time ran out")
+        if read_sealed(self.directory / MANIFEST)["digest"] != self.digest:
+            raise WireError(400, f"{self.path} was overwritten after this sampler was made; make another one")
         if sha256(file) != self.digest:
             raise WireError(400, f"{self.path} is damaged: its tensors do not have the checksum of its manifest")
         return dict(load_file(file))
@@ -101,6 +106,9 @@ class Checkpoints:
                 os.rename(partial, place)
             else:
                 shutil.rmtree(partial, ignore_errors=True)
+        for place in directory.glob("*/*/*/[!.]*"):
+            with contextlib.suppress(WireError):  # a damaged one is an error for who asks for it
+                self._read(place)  # removes it if its time ran out
 
     def save(
         self,
@@ -139,8 +147,12 @@ class Checkpoints:
     def require_free(self, owner: str, run: str, kind: Kind, name: str, overwrite: bool) -> None:
         if not NAME.fullmatch(name):
             raise WireError(400, f"checkpoint name {plain(name, 80)!r}: letters, digits, '.', '_' and '-' only")
-        if not overwrite and self._place(owner, run, kind, name).exists():
-            raise WireError(400, f"checkpoint {name!r} exists already; take another name or overwrite it")
+        if overwrite:
+            return
+        place = self._place(owner, run, kind, name)
+        if self._read(place) is not None:
+            raise WireError(400, f"checkpoint {name!r} exists already; take another name{OR_OVERWRITE[kind]}")
+        shutil.rmtree(place, ignore_errors=True)  # what is left of one that was deleted
 
     def find(self, owner: str, path: str) -> SavedState:
         """The checkpoint of a path. Those of others are not there."""
@@ -196,6 +208,7 @@ class Checkpoints:
         client = SavedClient(**value.pop("client"))
         found = SavedState(directory=place, client=client, **value)
         if found.expires is not None and found.expires < time.time():
+            (place / MANIFEST).unlink(missing_ok=True)  # from here on it is not a checkpoint
             shutil.rmtree(place, ignore_errors=True)
             return None
         return found

@@ -19,6 +19,7 @@ from opd.teachers.served import RequestLimits, WireError
 KEYS = 1024  # objects or keys of one body
 YEARS = 10 * 366 * 24 * 3600
 Id = Annotated[str, Field(max_length=200)]
+CheckpointPath = Annotated[str, Field(max_length=700)]  # the longest that can be saved has 425 characters
 Count = Annotated[int, Field(ge=0, le=2**62)]
 
 
@@ -84,8 +85,11 @@ class OptimStep(OrderedBody):
 class Save(OrderedBody):
     path: Id | None = None
     ttl_seconds: Annotated[int, Field(ge=1, le=YEARS)] | None = None
-    overwrite: bool = False
     user_metadata: dict[str, str] | None = None
+
+
+class SaveState(Save):
+    overwrite: bool = False
 
 
 class SaveForSampler(Save):
@@ -94,7 +98,7 @@ class SaveForSampler(Save):
 
 
 class LoadBody(OrderedBody):
-    path: Id
+    path: CheckpointPath
     optimizer: bool
     optimizer_config: dict[str, Any] | None = None
     weights_access_token: str | None = None
@@ -103,7 +107,7 @@ class LoadBody(OrderedBody):
 class NewSampler(OfSession):
     sampling_session_seq_id: Count
     base_model: Id | None = None
-    model_path: Id | None = None
+    model_path: CheckpointPath | None = None
 
 
 class Chunk(BaseModel):
@@ -123,7 +127,7 @@ class SamplingBody(BaseModel):
     seed: int | None = None
     stop: str | list[int] | list[str] | None = None
     temperature: float = Field(1.0, ge=0, le=100)
-    top_k: int = -1
+    top_k: int = Field(-1, le=2**31 - 1)
     top_p: float = Field(1.0, gt=0, le=1)
 
     def sampling(self, room: int, stop_ids: tuple[int, ...]) -> Sampling:
@@ -140,7 +144,7 @@ class SamplingBody(BaseModel):
 
 class TargetTensor(BaseModel):
     model_config = ConfigDict(extra="forbid")
-    data: list[int]
+    data: list[Annotated[int, Field(ge=-1, le=2**62)]]
     dtype: Literal["int64"] = "int64"
     shape: list[int]
     sparse_crow_indices: list[int] | None = None
@@ -219,7 +223,7 @@ class Cancel(Body):
 
 
 class PathBody(Body):
-    tinker_path: Id
+    tinker_path: CheckpointPath
 
 
 B = TypeVar("B", bound=BaseModel)

@@ -36,8 +36,8 @@ from opd.serve.tinker.requests import (
     PathBody,
     Retrieve,
     SampleBody,
-    Save,
     SaveForSampler,
+    SaveState,
     SessionBody,
     parse_body,
 )
@@ -48,6 +48,7 @@ from opd.teachers.served import RequestLimits, WireError
 ROOT = "/api/v1"
 HEALTH = f"{ROOT}/healthz"
 POLL_SECONDS = 30.0  # the SDK waits 45
+MOST_LOOSE = 65_536  # bytes of a body that cannot be used and takes its turn all the same
 TOKEN_BYTES = 12  # of a datum's smallest token: input, target
 PROTOBUF = "application/x-protobuf"
 Handler = Callable[[str, bytes], Awaitable[Response]]
@@ -165,7 +166,7 @@ class TinkerRoutes:
         service = self._service
         ordered: dict[str, Handler] = {
             "optim_step": self._in_turn(OptimStep, service.optim_step),
-            "save_weights": self._in_turn(Save, service.save),
+            "save_weights": self._in_turn(SaveState, service.save),
             "save_weights_for_sampler": self._in_turn(SaveForSampler, service.save_for_sampler),
             "load_weights": self._in_turn(LoadBody, service.load),
         }
@@ -320,7 +321,9 @@ def _failure(error: BaseException) -> dict[str, str]:
 
 
 def _loose(raw: bytes) -> Mapping[str, Any]:
-    """Whose turn a body that cannot be used would have been."""
+    """Whose turn a body that cannot be used would have been. Large ones are not read."""
+    if len(raw) > MOST_LOOSE:
+        return {}
     try:
         found = json.loads(raw)
     except (ValueError, RecursionError):

@@ -37,8 +37,8 @@ from opd.serve.tinker.requests import (
     NewSampler,
     OptimStep,
     SampleBody,
-    Save,
     SaveForSampler,
+    SaveState,
 )
 from opd.serve.tinker.sampling import BaseSampler, Placed, SampleQuestion
 from opd.serve.tinker.training import WEIGHTS, TrainedModel
@@ -144,6 +144,17 @@ class QueuedRequest:
     question: SampleQuestion | None = None
     weights: SamplerWeights | None = None
 
+    def fail(self, error: BaseException) -> None:
+        """Keeps neither the error's traceback nor its causes, which hold the tensors of the pass that failed."""
+        error.__context__ = error.__cause__ = None
+        self.run = dict
+        self.answer.set_exception(error.with_traceback(None))
+
+    def refuse(self, why: str) -> None:
+        """Fail before it ran."""
+        if self.answer.set_running_or_notify_cancel():
+            self.fail(WireError(400, why))
+
 
 class Service:
     """`waiting`: requests that may wait at once."""
@@ -158,6 +169,7 @@ class Service:
         self._queue: deque[QueuedRequest] = deque()
         self._changed = threading.Condition(threading.RLock())
         self._closed = False
+        self._tidied = time.monotonic()
         self._carriers: dict[Any, TrainedModel] = {}  # adapters over a base, to merge saved ones
         self._thread = threading.Thread(target=self._work, name="tinker", daemon=True)
         self._thread.start()
@@ -228,8 +240,10 @@ class Service:
         with self._changed:
             session = self.session(owner, body.session_id)
             name = f"{session.id}:train:{body.model_seq_id}"
-            if name in session.clients:
+            if f"{name}:0" in self._jobs:
                 return self._jobs[f"{name}:0"][1]
+            if name in session.clients:
+                raise WireError(410, f"{name} was created, and the answer was fetched and is gone")
             if body.optimizer_config.get("type") != "adamw":
                 raise WireError(
                     400, f"optimizer {plain(body.optimizer_config.get('type'), 40)!r}: only adamw is served"
@@ -244,8 +258,12 @@ class Service:
             client = TrainingClient(name, base, lora, dict(body.user_metadata or {}))
 
             def make() -> Result:
-                settings = None if lora is None else self._lora(base, lora)
-                client.model = TrainedModel(base.model, settings, lora.seed if lora else None, self._batch_tokens)
+                try:
+                    settings = None if lora is None else self._lora(base, lora)
+                    client.model = TrainedModel(base.model, settings, lora.seed if lora else None, self._batch_tokens)
+                except BaseException:
+                    self._forget(session, client, f"{name} was not created")
+                    raise
                 return {"model_id": name, "type": "create_model"}
 
             job = self._submit(session, QueuedRequest(f"{name}:0", make))
@@ -257,10 +275,18 @@ class Service:
         session, client = self.client(owner, name)
         job = QueuedRequest(f"{name}:unload:{secrets.token_hex(4)}", lambda: {"model_id": name, "type": "unload_model"})
         with self._changed:
-            session.clients.pop(client.id, None)
             self._submit(session, job)
+            self._forget(session, client, f"{name} was unloaded")
             self._enqueue(job)
         return job
+
+    def _forget(self, session: Session, client: TrainingClient, why: str) -> None:
+        """Frees its place. Requests that wait for one that did not arrive fail; those in the queue still run."""
+        with self._changed:
+            session.clients.pop(client.id, None)
+            for job in client.waiting.values():
+                job.refuse(why)
+            client.waiting.clear()
 
     def _lora(self, base: ServedBase, body: LoraBody) -> Lora:
         require_peft("a LoRA client")
@@ -359,7 +385,7 @@ class Service:
 
     # Checkpoints
 
-    def save(self, owner: str, body: Save, raw: bytes) -> QueuedRequest:
+    def save(self, owner: str, body: SaveState, raw: bytes) -> QueuedRequest:
         def run(session: Session, client: TrainingClient) -> Result:
             name = body.path or f"step-{client.ready().optimiser.updates:06d}"
             found = self.checkpoints.save(
@@ -382,6 +408,9 @@ class Service:
             file = self.checkpoints.keep_live(tensors)
             weights = SamplerWeights(client.base, str(file), client.saved(), lambda: _tensors_of(file))
             with self._changed:
+                if session.id not in self._sessions:
+                    file.unlink()
+                    raise WireError(404, f"session {session.id} ended")
                 session.files.append(file)
                 number = body.sampling_session_seq_id or 0
                 name = self._add_sampler(session, f"{number}:{client.id}:{body.seq_id}", weights)
@@ -393,11 +422,14 @@ class Service:
         def run(session: Session, client: TrainingClient) -> Result:
             found = self.checkpoints.find(owner, body.path)
             saved = found.client
-            same = (saved.base_hash, saved.rank) == (client.base.digest, client.rank)
-            if not same:
+            if saved.base_hash != client.base.digest:
                 raise WireError(
                     400,
-                    f"{found.path} is of {saved.base}, rank {saved.rank}; this client is of {client.base.name}, rank {client.rank}",
+                    f"{found.path} was trained from {saved.base}, whose weights are not those of {client.base.name} here",
+                )
+            if saved.rank != client.rank:
+                raise WireError(
+                    400, f"{found.path} has LoRA rank {saved.rank}, this client has {client.rank}; 0: all weights"
                 )
             client.ready().restore(found.tensors(), saved.updates, body.optimizer)
             client.broken = None
@@ -495,7 +527,10 @@ class Service:
             return job
 
     def cancel(self, owner: str, name: str) -> None:
-        self.future(owner, name).answer.cancel()
+        job = self.future(owner, name)
+        if job.question is None:  # later requests of the client count on its effect
+            raise WireError(400, f"{plain(name, 120)} is not a sample; only samples can be cancelled")
+        job.answer.cancel()
 
     def _submit(self, session: Session, job: QueuedRequest) -> QueuedRequest:
         if self._closed:
@@ -523,8 +558,9 @@ class Service:
     def _next(self) -> Sequence[QueuedRequest] | None:
         """The request that has waited longest, and samples that can be drawn with it; None: stop."""
         with self._changed:
-            while not self._queue:
-                self._tidy()
+            while True:
+                if not self._queue or time.monotonic() - self._tidied > TICK:
+                    self._tidy()
                 if self._queue:
                     break
                 if self._closed:
@@ -541,27 +577,47 @@ class Service:
     def _finish_samples(self, jobs: Sequence[QueuedRequest]) -> None:
         first = jobs[0].weights
         assert first is not None
+        try:
+            placed = self._placed(first)
+        except BaseException as error:
+            self._failed(jobs, error)
+            return
+        if not self._draw(placed, jobs):
+            for job in jobs:  # one bad question must not fail those of other owners
+                self._draw(placed, [job])
+
+    def _draw(self, placed: Placed, jobs: Sequence[QueuedRequest]) -> bool:
+        """False: several were drawn together, and that failed."""
         questions = [job.question for job in jobs if job.question is not None]
         try:
-            answers = self._placed(first).answers(questions)
+            messages = [answer.message() for answer in placed.answers(questions)]
         except BaseException as error:
-            for job in jobs:
-                job.answer.set_exception(error)
-            return
-        for job, answer in zip(jobs, answers, strict=True):
-            job.answer.set_result(answer.message())
+            if len(jobs) > 1:
+                return False
+            self._failed(jobs, error)
+            return True
+        for job, message in zip(jobs, messages, strict=True):
+            job.answer.set_result(message)
+        return True
 
     def _finish(self, job: QueuedRequest) -> None:
         try:
-            job.answer.set_result(job.run())
+            result = job.run()
         except BaseException as error:
-            if not isinstance(error, OpdError):
-                log.warning("request %s failed", job.id, exc_info=error)
-            job.answer.set_exception(error)
+            self._failed([job], error)
+        else:
+            job.run = dict  # it holds the client, and with it the weights
+            job.answer.set_result(result)
+
+    def _failed(self, jobs: Sequence[QueuedRequest], error: BaseException) -> None:
+        if not isinstance(error, OpdError):
+            log.warning("request %s failed", jobs[0].id, exc_info=error)
+        for job in jobs:
+            job.fail(error)
 
     def _tidy(self) -> None:
         """Give up on requests that never arrived, on sessions without a sign of life, and on results that were fetched."""
-        now = time.monotonic()
+        self._tidied = now = time.monotonic()
         for session in list(self._sessions.values()):
             for client in session.clients.values():
                 oldest = min((job.since for job in client.waiting.values()), default=now)
@@ -579,8 +635,7 @@ class Service:
         missing = client.next
         client.broken = f"request {missing} never arrived"
         for job in client.waiting.values():
-            if job.answer.set_running_or_notify_cancel():
-                job.answer.set_exception(WireError(400, f"request {missing} of {client.id} never arrived"))
+            job.refuse(f"request {missing} of {client.id} never arrived")
         client.next = max(client.waiting) + 1
         client.waiting.clear()
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import secrets
 import socket
 from collections.abc import Callable, Mapping
-from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -33,6 +32,13 @@ def tinker_tokens(variable: str | None) -> list[str]:
     return tokens
 
 
+def base_hash(model: LanguageModel) -> str:
+    """Of what files store. Tables that are computed when a model is loaded may differ in a bit between machines."""
+    from opd.serve.models import tensors_hash
+
+    return tensors_hash(model.module.state_dict())
+
+
 def run_tinker(
     models: Mapping[str, LanguageModel],
     addresses: Mapping[str, str],
@@ -44,7 +50,6 @@ def run_tinker(
 ) -> None:
     from opd.models.load import locate
     from opd.serve.app import run_until_signal
-    from opd.serve.models import tensors_hash
     from opd.serve.tinker.checkpoints import Checkpoints
     from opd.serve.tinker.routes import TinkerState, make_tinker_app
     from opd.serve.tinker.sampling import BaseSampler
@@ -56,7 +61,7 @@ def run_tinker(
     bases = {}
     for name, model in models.items():
         if id(model) not in hashes:
-            hashes[id(model)] = tensors_hash(dict(chain(model.module.named_parameters(), model.module.named_buffers())))
+            hashes[id(model)] = base_hash(model)
             samplers[id(model)] = BaseSampler(model)
         location = locate(addresses[name])
         tokenizer = str(location.directory) if location.directory is not None else addresses[name]
