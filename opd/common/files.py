@@ -15,6 +15,7 @@ import json
 import math
 import os
 import re
+import resource
 import secrets
 import shutil
 import time
@@ -363,3 +364,11 @@ def source_hash(package: Path) -> str:
             content = hashlib.sha256(path.read_bytes()).hexdigest()
             whole.update(f"{name.as_posix()} {content}\n".encode())
     return whole.hexdigest()[:12]
+
+
+def allow_open_files(wanted: int) -> None:
+    """Raise the limit of open files as far as the system allows. Each connection is one, and many systems start at 1,024."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))

@@ -10,7 +10,6 @@ import functools
 import hmac
 import json
 import re
-import resource
 import secrets
 import socket
 import time
@@ -29,6 +28,7 @@ from starlette.exceptions import HTTPException as PlainHTTPException
 from starlette.requests import ClientDisconnect
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from opd.common.files import allow_open_files
 from opd.common.text import first_line, plain
 from opd.serve.models import QueueFull, ScoringThread, ServedModel
 from opd.teachers.served import FRAME, INSTANCE_HEADER, WEIGHTS_HEADER, RequestLimits, WireError, read_question
@@ -357,14 +357,6 @@ class DrainingServer(uvicorn.Server):
         return bool(await super().on_tick(counter)) or drained
 
 
-def allow_connections(wanted: int = CONNECTIONS + 1024) -> None:
-    """Raise the limit of open files, since each connection is one and many systems start at 1,024."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    most = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
-    if soft != resource.RLIM_INFINITY and soft < most:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
-
-
 def run_until_signal(
     app: Any, front: Receiver, listening: socket.socket, request_seconds: float, drain_seconds: float
 ) -> None:
@@ -381,5 +373,5 @@ def run_until_signal(
         proxy_headers=False,
         lifespan="off",
     )
-    allow_connections()
+    allow_open_files(CONNECTIONS + 1024)
     DrainingServer(config, front, drain_seconds).run(sockets=[listening])

@@ -20,7 +20,8 @@ import pytest
 from safetensors.numpy import load, save
 
 from opd.common.errors import UserError
-from opd.serve.app import allow_connections
+from opd.common.files import allow_open_files
+from opd.serve.app import CONNECTIONS
 from opd.serve.server import served_names
 from opd.teachers.served import FRAME, RequestLimits, WireError, read_question
 from tests.support.servers import TOKEN, ServeProcess
@@ -463,7 +464,7 @@ def test_a_thousand_at_once_are_answered() -> None:
             bodies = [question([[3 + number % 5, 4, 5, 6]]) for number in range(1000)]
             return await asyncio.gather(*(client.post(SCORE, content=body) for body in bodies))
 
-    allow_connections()  # this process has as many
+    allow_open_files(CONNECTIONS + 1024)  # this process has as many
     with ServeProcess("tiny/arithmetic", options=("--request-seconds", "600")) as server:
         found = asyncio.run(ask_all(server.address))
         assert {response.status_code for response in found} == {200}
