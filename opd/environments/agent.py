@@ -10,6 +10,7 @@ For every rollout the run starts the program with the prompt on its standard inp
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import queue
@@ -150,6 +151,8 @@ class AgentEpisode(Episode):
                 self._program = AgentProcess(environment, self._server.url, self.session)
             except OSError as error:
                 self._server.sessions.close(self.session)
+                if error.errno not in (errno.ENOENT, errno.EACCES, errno.ENOEXEC):
+                    raise  # the machine has no room now; another attempt may succeed
                 raise RecipeError(
                     f"environment agent: {plain(environment.command[0], 200)!r} does not start: {error.strerror or error}."
                 ) from None
@@ -203,20 +206,26 @@ class AgentProcess:
 
     def _follow(self) -> None:
         """Wait for the end of the program and pass on what it said."""
+        problem = "the end of the agent could not be read"
+        try:
+            problem = self._ended()
+        finally:
+            self._session.end(AgentEnded(problem))
+
+    def _ended(self) -> str:
+        """Why the rollout is lost; empty: it is not."""
         code = self._process.wait()
         self._kill()  # what it has left running
         tails: dict[str, bytes] = {}
         with contextlib.suppress(queue.Empty):  # a process that it left behind may hold the pipes
             for _ in range(2):
                 tails |= [self._tails.get(timeout=WAIT)]
-        problem = ""
         if code:
             said = tails.get("err", b"").decode(errors="replace").strip().splitlines()
-            problem = f"the agent ended with code {code}: {plain(said[-1], 300) if said else 'it printed no reason'}"
-        else:
-            with contextlib.suppress(ValueError, ChatError):
-                last = tails.get("out", b"").decode(errors="replace").strip().splitlines()[-1:]
-                found = json.loads(last[0]) if last else None
-                if isinstance(found, dict) and "reward" in found:
-                    self._session.reward = given_reward(found["reward"])
-        self._session.end(AgentEnded(problem))
+            return f"the agent ended with code {code}: {plain(said[-1], 300) if said else 'it printed no reason'}"
+        with contextlib.suppress(ValueError, RecursionError, ChatError):
+            last = tails.get("out", b"").decode(errors="replace").strip().splitlines()[-1:]
+            found = json.loads(last[0]) if last else None
+            if isinstance(found, dict) and "reward" in found:
+                self._session.reward = given_reward(found["reward"])
+        return ""

@@ -140,7 +140,7 @@ class Toolset:
         return render_prompt(Prompt("a request of an agent", "", messages=tuple(texts)), self._tokenizer, kwargs)
 
     def _safe(self, message: Message) -> dict[str, Any]:
-        found = {**message, "content": self.bridge.harmless(message["content"])}
+        found = self.bridge.harmless_message(message)
         if "tool_calls" in found:
             found["tool_calls"] = _harmless_values(found["tool_calls"], self.bridge)
         return found
@@ -171,6 +171,11 @@ class AgentPlaying(Playing):
     # In the pool
 
     def open(self) -> None:
+        if self.environment.effects == "outside" and self._log is not None and self.environment.command:
+            logged = self._log.logged
+            self._began = self._began or (logged is not None and logged.finished)
+            if not self._began:  # durable before the program starts
+                self._log.call({"start": True}, dict)
         if not (self._began and self.environment.effects == "outside"):
             super().open()
 
@@ -189,7 +194,7 @@ class AgentPlaying(Playing):
                 self._log.sync()
             turn.pending.give(turn.reply)
         waits = self.environment.port is not None and not session.name  # for an agent from elsewhere
-        found = session.next(None if waits else self.environment.call_seconds)
+        found = session.next(self.environment.call_seconds, waits)
         if self._abandoned:  # the end of the run has closed the session
             raise Stopped
         if isinstance(found, PendingChat):
@@ -247,15 +252,18 @@ class AgentPlaying(Playing):
         known = self._replies.get(request.digest)
         if known is not None and self._repeats(known, pending):
             self._counts["retries"] += 1
-            return replace(known, pending=pending)
+            known = replace(known, pending=pending, reply=self._with_tokens(known.reply, request))
+            self._replies[request.digest] = known
+            return known
         if pending.left:
             self._counts["dropped"] += 1
+            pending.give(ChatError(408, "the client closed its connection before its turn came", "client_gone"))
             return self._waiting()
         if self._turn >= self.environment.turns:
             raise _no_more_turns(self.environment.turns)
         try:
             conversation, read = self._located(request)
-        except (DataError, ModelError) as error:
+        except (DataError, ModelError, RecursionError) as error:
             raise ChatError(400, first_line(error)) from None
         self._require_room(conversation, len(read))
         recorded = self._take_recorded(read)
@@ -276,6 +284,13 @@ class AgentPlaying(Playing):
                 return self._taken(current, recorded.first, recorded.end, stop)
         self._current = current
         return following
+
+    def _with_tokens(self, reply: ChatReply | ChatError | None, request: ChatRequest) -> ChatReply | ChatError | None:
+        """A recorded answer. Its tokens as text are needed if log-probs are wanted only now."""
+        return replace(reply, tokens=self._texts(reply.ids, request)) if isinstance(reply, ChatReply) else reply
+
+    def _texts(self, ids: Sequence[int], request: ChatRequest) -> Sequence[str]:
+        return [str(self.dialogue.tokenizer.decode([index])) for index in ids] if request.logprobs else ()
 
     def _repeats(self, known: Answered, pending: PendingChat) -> bool:
         lost = known.pending is not None and known.pending.left
@@ -309,11 +324,15 @@ class AgentPlaying(Playing):
             raise ChatError(
                 400, f"token_ids: {max(ids)} is beyond the vocabulary of {len(self.dialogue.tokenizer)} ids"
             )
-        for conversation in self._conversations:
-            known = conversation.ids
-            if len(known) < len(ids) and ids[: len(known)] == known:
-                return conversation, ids[len(known) :]
-        return self._begun("", ids), ids
+        found = [
+            conversation
+            for conversation in self._conversations
+            if len(conversation.ids) < len(ids) and ids[: len(conversation.ids)] == conversation.ids
+        ]
+        if not found:
+            return self._begun("", ids), ids
+        longest = max(found, key=lambda one: len(one.ids))
+        return longest, ids[len(longest.ids) :]
 
     def _longest(self, keys: Sequence[str], tools: str) -> tuple[AgentConversation, Mark] | None:
         """The conversation, and its turn, with which most of these messages are the same."""
@@ -415,15 +434,15 @@ class AgentPlaying(Playing):
             calls = self._calls(toolset, raw)
             if calls:
                 marker = str(getattr(toolset.format, "open", "")).split("\n")[0]
-                text = raw.partition(marker)[0].rstrip() if marker else ""
+                thinking, thought, said = raw.rpartition("</think>")  # a marker within the thinking begins no call
+                text = f"{thinking}{thought}{said.partition(marker)[0].rstrip() if marker else ''}"
         thinking, thought, content = text.rpartition("</think>")
         content = content.lstrip("\n") if thought else text
         for end in request.stop:
             content = content.partition(end)[0]
-        tokens = [str(tokenizer.decode([index])) for index in ids] if request.logprobs else ()
         finish: Finish = "tool_calls" if calls else "length" if stop == "length" else "stop"
         thinking = thinking.removeprefix("<think>").strip("\n")
-        return ChatReply(content, thinking, calls, finish, read, ids, logprobs, tokens), calls
+        return ChatReply(content, thinking, calls, finish, read, ids, logprobs, self._texts(ids, request)), calls
 
     def _calls(self, toolset: Toolset, text: str) -> list[Call]:
         """The calls in a turn. One that cannot be read leaves the turn as text, as servers of models do."""
@@ -455,6 +474,9 @@ class AgentPlaying(Playing):
         whole = [one for one in self._conversations if one.marks or one.places]
         parts = [[list(one.prompt), [list(place) for place in one.places]] for one in whole]
         session = None if self._episode is None else self._episode.session
+        if not whole and not self._counts["lost"]:
+            self._counts["lost"] = 1
+            self._feedback.append("the agent ended without a request that the student could answer")
         counts = Counter(self._counts)
         counts["dropped"] += 0 if session is None else session.dropped
         counts["conversations"], counts["unused"] = len(whole), len(self._recorded)
@@ -510,7 +532,7 @@ def _harmless_values(value: Any, bridge: Bridge) -> Any:
     if isinstance(value, str):
         return bridge.harmless(value)
     if isinstance(value, Mapping):
-        return {key: _harmless_values(inner, bridge) for key, inner in value.items()}
+        return {bridge.harmless(key): _harmless_values(inner, bridge) for key, inner in value.items()}
     return [_harmless_values(inner, bridge) for inner in value] if isinstance(value, (list, tuple)) else value
 
 

@@ -178,6 +178,8 @@ def _call(id: Any, name: str, arguments: Any) -> dict[str, Any]:
             arguments = json.loads(arguments or "{}", parse_constant=_no_constant)
         except (ValueError, RecursionError):
             arguments = {"arguments": arguments}
+    if isinstance(arguments, (dict, list)):
+        _check_depth(arguments)
     found = arguments if isinstance(arguments, dict) else {"arguments": arguments}
     return {"type": "function", "id": str(id or ""), "function": {"name": name, "arguments": found}}
 

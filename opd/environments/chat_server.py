@@ -16,6 +16,7 @@ import queue
 import secrets
 import select
 import socket
+import sys
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Mapping
@@ -25,7 +26,9 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 from opd.common.errors import UserError
-from opd.common.text import plain
+from opd.common.files import allow_open_files
+from opd.common.http import to_stderr
+from opd.common.text import first_line, plain
 from opd.environments.chat_protocols import (
     ChatError,
     ChatReply,
@@ -46,6 +49,7 @@ PATIENCE = 30.0  # seconds to send a request, or to read its answer
 IDLE = 600.0  # seconds between two requests of one connection
 CONNECTIONS = 4096  # at once; each has a thread
 NAMES = 100_000  # of conversations that have ended
+LONGEST_NAME = 200  # characters
 LOOK = 1.0  # seconds between checks of whether a client is still there
 READERS: dict[str, tuple[Protocol, Callable[[Mapping[str, Any]], ChatRequest]]] = {
     "/v1/chat/completions": ("openai", read_openai),
@@ -88,7 +92,7 @@ class AgentSession:
     def __init__(self, facts: Mapping[str, Any], name: str = "") -> None:
         """`facts`: about the prompt. `name`: of a conversation that an agent elsewhere has begun."""
         self.token, self.facts, self.name = secrets.token_urlsafe(24), facts, name
-        self.asked: queue.SimpleQueue[PendingChat | AgentEnded] = queue.SimpleQueue()
+        self.asked: queue.SimpleQueue[PendingChat | AgentEnded | None] = queue.SimpleQueue()  # None: its agent has come
         self.reward: float | None = None
         self.dropped = 0  # answers that the client did not take
         self._lock, self._waiting, self.closed = threading.Lock(), set[PendingChat](), False
@@ -105,12 +109,17 @@ class AgentSession:
             with self._lock:
                 self._waiting.discard(pending)
 
-    def next(self, seconds: float | None) -> PendingChat | AgentEnded:
-        """The next request. None: without a time limit."""
-        try:
-            return self.asked.get(timeout=seconds)
-        except queue.Empty:
-            return AgentEnded(f"the agent neither asked nor ended for {seconds:g} s", timed_out=True)
+    def next(self, seconds: float, waits: bool = False) -> PendingChat | AgentEnded:
+        """The next request. `waits`: no agent has come yet, so the time limit begins when one comes."""
+        limit = None if waits else seconds
+        while True:
+            try:
+                found = self.asked.get(timeout=limit)
+            except queue.Empty:
+                return AgentEnded(f"the agent neither asked nor ended for {seconds:g} s", timed_out=True)
+            if found is not None:
+                return found
+            limit = seconds
 
     def end(self, ended: AgentEnded) -> None:
         self.asked.put(ended)
@@ -134,7 +143,7 @@ class AgentSessions:
     def __init__(self, token: str = "") -> None:
         """`token`: of agents from elsewhere; empty: there are none."""
         self._by_token, self._by_name = dict[str, AgentSession](), dict[str, AgentSession]()
-        self._ended: dict[str, None] = {}  # names of conversations, oldest first
+        self._ended: dict[str, None] = {}  # names of conversations, and tokens of programs; oldest first
         self._unclaimed: deque[AgentSession] = deque()
         self._token, self._lock = token, threading.Condition()
         self.counts: Counter[str] = Counter()
@@ -153,26 +162,33 @@ class AgentSessions:
         session.close()
         with self._lock:
             self._by_token.pop(session.token, None)
-            if session.name:
-                self._by_name.pop(session.name, None)
-                self._ended[session.name] = None
-                if len(self._ended) > NAMES:
-                    self._ended.pop(next(iter(self._ended)))
+            self._by_name.pop(session.name, None)
+            self._ended[session.name or session.token] = None
+            if len(self._ended) > NAMES:
+                self._ended.pop(next(iter(self._ended)))
             if session in self._unclaimed:
                 self._unclaimed.remove(session)
 
-    def of(self, token: str, name: str) -> AgentSession:
-        """The session of a request. `name`: of the conversation, if its agent was started elsewhere."""
+    def known(self, token: str, name: str) -> AgentSession | None:
+        """The session of a request. `name`: of the conversation, if its agent was started elsewhere; None: it has not begun."""
         with self._lock:
-            found = self._by_token.get(token)
-        if found is not None:
-            return found
+            if token in self._by_token:
+                return self._by_token[token]
+            if token in self._ended:
+                raise _over()
         if not self._token or not hmac.compare_digest(token.encode(), self._token.encode()):
             self.counts["refused"] += 1
             raise ChatError(401, "the token is not that of a conversation of this run", "authentication_error")
         if not name:
             raise ChatError(400, "name the conversation: header X-Conversation, or the path /conversations/NAME/v1/…")
-        return self.claimed(name)
+        if len(name) > LONGEST_NAME:
+            raise ChatError(
+                400, f"the name of a conversation has {len(name):,} characters; at most {LONGEST_NAME} are accepted"
+            )
+        with self._lock:
+            if name in self._ended:
+                raise _over()
+            return self._by_name.get(name)
 
     def claimed(self, name: str, seconds: float = PATIENCE) -> AgentSession:
         """The session of a conversation; a new conversation takes the prompt that has waited longest."""
@@ -188,6 +204,7 @@ class AgentSessions:
                 )
             session = self._unclaimed.popleft()
             session.name = name
+            session.asked.put(None)
             self._by_name[name] = session
             self._lock.notify_all()  # another request of the same conversation may wait
             return session
@@ -202,6 +219,9 @@ class ChatServer(ThreadingHTTPServer):
     def __init__(self, sessions: AgentSessions, host: str = LOOPBACK, port: int = 0) -> None:
         self.sessions = sessions
         self._room = threading.BoundedSemaphore(CONNECTIONS)
+        if ":" in host:
+            self.address_family = socket.AF_INET6
+        allow_open_files(CONNECTIONS + 1024)
         try:
             super().__init__((host, port), ChatHandler)
         except OSError as error:
@@ -213,13 +233,18 @@ class ChatServer(ThreadingHTTPServer):
     @property
     def url(self) -> str:
         host, port = self.server_address[:2]
-        return f"http://{host if isinstance(host, str) else host.decode()}:{port}"
+        host = host if isinstance(host, str) else host.decode()
+        return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
     def process_request(self, request: Any, client_address: Any) -> None:
         if not self._room.acquire(blocking=False):
             self.shutdown_request(request)
             return
-        super().process_request(request, client_address)
+        try:
+            super().process_request(request, client_address)
+        except RuntimeError:  # no more threads; the connection is closed
+            self._room.release()
+            raise
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
         try:
@@ -228,12 +253,15 @@ class ChatServer(ThreadingHTTPServer):
             self._room.release()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Connections that break are no news."""
+        """Connections that break are no news; any other error is a fault of this server."""
+        error = sys.exception()
+        if error is not None and not isinstance(error, OSError):
+            to_stderr(f"an agent's connection was dropped: {type(error).__name__}: {first_line(error)}")
 
 
 class ChatHandler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
-    timeout = IDLE
+    timeout = PATIENCE  # for the first request; see `_answer`
     server: ChatServer
     connection: socket.socket
 
@@ -261,35 +289,48 @@ class ChatHandler(BaseHTTPRequestHandler):
             self._send(200, {"status": "ok"})
             return
         self._require_length(none=True)
-        session = self._session(name)
+        known = self._known(name)
         if path == "/v1/models":
             model = {"id": "student", "object": "model", "created": 0, "owned_by": "opd"}
             self._send(200, {"object": "list", "data": [model]})
         elif path == "/v1/prompt":
+            session = known or self.server.sessions.claimed(name)
             self._send(200, dict(session.facts))
         else:
             raise ChatError(404, f"there is no {plain(path, 100)!r} here")
 
     def _post(self, path: str, name: str) -> None:
         length = self._require_length()
-        session = self._session(name)  # before the body is read
+        known = self._known(name)  # before the body is read
         reading = self.rfile.read(length)
         if len(reading) < length:
             raise ChatError(400, "the body ended early")
         if path in READERS:
             _, read = READERS[path]
-            self._chat(session, read(read_body(reading)))
-        elif path == "/v1/reward":
-            session.reward = given_reward(read_body(reading).get("reward"))
-            self._send(200, {"reward": session.reward})
-        elif path == "/v1/end":
-            given = read_body(reading or b"{}")
-            if "reward" in given:
-                session.reward = given_reward(given["reward"])
-            session.end(AgentEnded())
-            self._send(200, {"reward": session.reward})
-        else:
+            request = read(read_body(reading))
+            self._chat(known or self._begun(name, request), request)
+            return
+        if path not in ("/v1/reward", "/v1/end"):
             raise ChatError(404, f"there is no {plain(path, 100)!r} here")
+        given = read_body(reading or b"{}")
+        if known is None:
+            raise _over()
+        if path == "/v1/reward" or "reward" in given:
+            known.reward = given_reward(given.get("reward"))
+        if path == "/v1/end":
+            known.end(AgentEnded())
+        self._send(200, {"reward": known.reward})
+
+    def _begun(self, name: str, request: ChatRequest) -> AgentSession:
+        """The session of a conversation whose agent has not asked for its prompt."""
+        if any(message["role"] == "assistant" for message in request.messages):
+            raise ChatError(
+                410,
+                f"conversation {plain(name, 100)!r} is not known, and its first request holds an answer already: a conversation "
+                "that an earlier process of the run began is over. If it is a new one, begin it with GET /v1/prompt",
+                "conversation_over",
+            )
+        return self.server.sessions.claimed(name)
 
     def _chat(self, session: AgentSession, request: ChatRequest) -> None:
         again = self.headers.get("x-stainless-retry-count", "0").strip() != "0"
@@ -303,12 +344,12 @@ class ChatHandler(BaseHTTPRequestHandler):
         else:
             self._send(200, reply_body(request, result))
 
-    def _session(self, name: str) -> AgentSession:
+    def _known(self, name: str) -> AgentSession | None:
         scheme, _, token = self.headers.get("authorization", "").partition(" ")
         if scheme.lower() != "bearer" or not token.strip():
             token = self.headers.get("x-api-key", "")
         try:
-            return self.server.sessions.of(token.strip(), name)
+            return self.server.sessions.known(token.strip(), name)
         except ChatError:
             self.close_connection = True  # the body is not read
             raise
@@ -353,7 +394,7 @@ class ChatHandler(BaseHTTPRequestHandler):
 def _conversation(path: str) -> tuple[str, str]:
     """The path of an API, and the conversation that it names: /conversations/NAME/v1/…"""
     head, _, rest = path.removeprefix("/conversations/").partition("/")
-    return (f"/{rest}", head[:200]) if path.startswith("/conversations/") else (path, "")
+    return (f"/{rest}", head) if path.startswith("/conversations/") else (path, "")
 
 
 def _is_there(connection: socket.socket) -> bool:
@@ -367,6 +408,7 @@ def _is_there(connection: socket.socket) -> bool:
 
 
 def given_reward(given: Any) -> float:
-    if isinstance(given, bool) or not isinstance(given, (int, float)) or not math.isfinite(given):
-        raise ChatError(400, f"a reward must be a finite number, got {plain(given, 100)}")
-    return float(given)
+    with contextlib.suppress(OverflowError):  # a whole number may have too many digits
+        if not isinstance(given, bool) and isinstance(given, (int, float)) and math.isfinite(given):
+            return float(given)
+    raise ChatError(400, f"a reward must be a finite number, got {plain(given, 100)}")

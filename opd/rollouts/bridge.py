@@ -87,7 +87,7 @@ class Bridge:
 
     def _styled(self, messages: Sequence[Message], calls: Sequence[Call]) -> tuple[ToolStyle, list[Message]]:
         """How the template takes these messages, and the messages in that form with harmless text."""
-        given = [{**message, "content": self.harmless(message["content"])} for message in messages]
+        given = [self.harmless_message(message) for message in messages]
         style = self.tools if any(message["role"] == "tool" for message in given) else "user"
         if style == "calls" and not calls:
             style = "user"
@@ -184,6 +184,10 @@ class Bridge:
         """Text in which no special token can end or begin a turn."""
         text = re.sub("[\ud800-\udfff]", "\ufffd", str(content or ""))  # halves of surrogate pairs, as in broken JSON
         return self._special.sub(lambda found: f"{found[0][0]} {found[0][1:]}", text)
+
+    def harmless_message(self, message: Message) -> dict[str, Any]:
+        texts = {key: message[key] for key in ("content", "name", "tool_call_id") if key in message}
+        return {**message, **{key: self.harmless(text) for key, text in texts.items()}}
 
 
 def _answer(calls: Sequence[Call] = ()) -> Message:

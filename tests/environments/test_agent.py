@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import http.client
 import itertools
 import json
+import os
 import socket
 import sys
 import threading
@@ -23,9 +25,10 @@ from opd.data.prompts import render_prompt
 from opd.environments.agent import AgentEnvironment
 from opd.environments.agent_turns import AgentPlaying
 from opd.environments.chat_protocols import ChatError, read_body
-from opd.records import Author, Finished, Prompt, Rollout, SampledToken, SampleRequest, Sampling
+from opd.environments.chat_server import AgentSession, AgentSessions, PendingChat
+from opd.records import Author, EnvironmentRecord, Finished, Prompt, Rollout, SampledToken, SampleRequest, Sampling
 from opd.registry import StageView
-from opd.rollouts.episodes import PARTS, TURN_OF, split_conversations
+from opd.rollouts.episodes import PARTS, TURN_OF, Dialogue, split_conversations
 from opd.rollouts.rollouter import answers
 from opd.serve.student import serve_student
 from tests.support.chat_templates import OWN, template_tokenizer
@@ -88,7 +91,7 @@ class Client:
 
     def ask(self, path: str, body: Any = None, token: str = TOKEN, **headers: str) -> tuple[int, Any]:
         host = self.url.removeprefix("http://")
-        connection = http.client.HTTPConnection(host, timeout=30)
+        connection = http.client.HTTPConnection(host, timeout=120)  # the server itself answers 503 after 30 s
         content = body if isinstance(body, bytes) else json.dumps(body).encode()
         known = {"Authorization": f"Bearer {token}", "X-Conversation": self.name, **headers}
         connection.request("GET" if body is None else "POST", path, None if body is None else content, known)
@@ -242,8 +245,14 @@ def test_a_repeated_request_may_be_answered_anew(play: Callable[..., Played]) ->
     assert found.notes["conversations"] == 2
 
 
-def test_a_dropped_connection_loses_nothing(play: Callable[..., Played]) -> None:
-    said = []
+def test_a_dropped_connection_loses_nothing(play: Callable[..., Played], monkeypatch: pytest.MonkeyPatch) -> None:
+    said, entered, ask = [], list[PendingChat](), AgentSession.ask
+
+    def asked(self: AgentSession, pending: PendingChat, there: Callable[[], bool]) -> Any:
+        entered.append(pending)
+        return ask(self, pending, there)
+
+    monkeypatch.setattr(AgentSession, "ask", asked)
 
     def agent(client: Client) -> None:
         host, port = client.url.removeprefix("http://").split(":")
@@ -251,6 +260,8 @@ def test_a_dropped_connection_loses_nothing(play: Callable[..., Played]) -> None
         head = f"POST /v1/chat/completions HTTP/1.1\r\nAuthorization: Bearer {TOKEN}\r\nX-Conversation: {client.name}\r\nContent-Length: {len(body)}\r\n\r\n"
         with socket.create_connection((host, int(port))) as connection:
             connection.sendall(head.encode() + body)
+            while not entered:  # the request has reached the rollout
+                time.sleep(0.01)
         said.append(client.chat([HI]))
         said.append(client.chat([HI, said[0], HI]))
 
@@ -359,10 +370,16 @@ def test_token_ids_in_and_out(play: Callable[..., Played]) -> None:
     assert found.parts[0].response_ids.tolist() == [*said[0]["token_ids"], 9, 9, *said[1]["token_ids"]]
 
 
+DEEP = '{"a": ' + "[" * 900 + "]" * 900 + "}"
 BODIES: list[tuple[Any, int, str]] = [
     (b"{", 400, "not JSON"),
     (b"[" * 100_000, 400, "not JSON"),
     (b'{"messages": ' + b"[" * 80 + b"]" * 80 + b"}", 400, "levels deep"),
+    (
+        {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": DEEP}}]}]},
+        400,
+        "levels deep",
+    ),
     ([], 400, "JSON object"),
     ({}, 400, "messages must be"),
     ({"messages": []}, 400, "empty"),
@@ -430,14 +447,117 @@ def test_an_agent_that_is_silent_is_abandoned(play: Callable[..., Played]) -> No
 
     def agent(client: Client) -> None:
         client.chat([HI])
-        time.sleep(1.0)
+        while client.ask("/v1/reward", {"reward": None})[0] != 410:
+            time.sleep(0.05)
         found.append(client.ask("/v1/chat/completions", {"messages": [HI]}))
 
-    played = play(agent, call_seconds=0.3)
+    played = play(agent, call_seconds=2)
     assert found[0][0] == 410
     assert found[0][1]["error"]["code"] == "conversation_over"
     assert played.notes["lost"] == played.notes["timeouts"] == 1
     assert len(played.parts) == 1
+
+
+def test_an_agent_that_takes_a_prompt_and_dies_is_abandoned(play: Callable[..., Played]) -> None:
+    def agent(client: Client) -> None:
+        time.sleep(0.2)  # the rollout waits for an agent already
+        assert client.ask("/v1/prompt")[0] == 200
+        while client.ask("/v1/reward", {"reward": None})[0] != 410:
+            time.sleep(0.05)
+
+    played = play(agent, call_seconds=0.3)
+    assert played.notes["lost"] == played.notes["timeouts"] == 1
+
+
+def test_an_old_conversation_takes_no_prompt(play: Callable[..., Played]) -> None:
+    """After a restart of the run, agents may ask once more in conversations that an earlier process has begun."""
+    found = []
+
+    def agent(client: Client) -> None:
+        old = Client(client.url)
+        found.append(old.ask("/v1/reward", {"reward": 1.0})[0])
+        found.append(old.ask("/v1/end", {})[0])
+        messages = [HI, {"role": "assistant", "content": "a"}, HI]
+        found.append(old.ask("/v1/chat/completions", {"messages": messages})[0])
+        found.append(old.ask("/v1/chat/completions", b"{")[0])
+        found.append(old.ask("/v1/models")[0])
+        found.append(Client.ask(old, "/v1/prompt", **{"X-Conversation": "x" * 201})[0])
+        client.chat([HI])
+
+    played = play(agent)
+    assert found == [410, 410, 410, 400, 200, 400]
+    assert len(played.parts) == 1
+    assert "lost" not in played.notes
+
+
+def test_a_conversation_may_begin_with_answers_once_its_prompt_is_taken(play: Callable[..., Played]) -> None:
+    def agent(client: Client) -> None:
+        client.ask("/v1/prompt")
+        client.chat([HI, {"role": "assistant", "content": "shown"}, HI])
+
+    assert "shown" in play(agent).read()[0]
+
+
+def test_an_agent_that_asks_nothing_loses_its_rollout(play: Callable[..., Played]) -> None:
+    played = play(lambda client: client.ask("/v1/prompt") and None)
+    assert played.notes["lost"] == 1
+    assert "without a request" in played.notes["feedback"]
+
+
+def test_log_probs_of_a_recorded_answer(play: Callable[..., Played]) -> None:
+    found = []
+
+    def agent(client: Client) -> None:
+        client.chat([HI])
+        body = {"messages": [HI], "logprobs": True}
+        found.append(client.ask("/v1/chat/completions", body)[1]["choices"][0]["logprobs"]["content"])
+
+    played = play(agent)
+    assert [one["token"] for one in found[0]] == ["a", "<|im_end|>"]
+    assert played.notes["retries"] == 1
+
+
+def test_token_ids_continue_the_longest_conversation(play: Callable[..., Played]) -> None:
+    def agent(client: Client) -> None:
+        def generate(ids: list[int]) -> list[int]:
+            body = {"token_ids": ids, "sampling_params": {"max_tokens": 1}}
+            return list(client.ask("/inference/v1/generate", body)[1]["choices"][0]["token_ids"])
+
+        first = generate([1])
+        generate([1, *first, 5])
+        second = generate([1, 9])
+        generate([1, 9, *second, 6])
+
+    assert [part.prompt_ids.tolist() for part in play(agent, ["a", "b", "c", "d"]).parts] == [[1], [1, 9]]
+
+
+def test_a_marker_of_calls_within_the_thinking_is_kept(play: Callable[..., Played]) -> None:
+    said = []
+    call = '<tool_call>\n{"name": "weather", "arguments": {}}\n</tool_call>'
+    play(
+        lambda client: said.append(client.chat([HI], tools=[WEATHER])),
+        [f"<think>a {call} b</think>Well.\n{call}"],
+        "json_calls",
+    )
+    assert said[0]["reasoning_content"] == f"a {call} b"
+    assert said[0]["content"] == "Well."
+    assert len(said[0]["tool_calls"]) == 1
+
+
+def test_special_tokens_in_names_and_keys_are_broken_up(play: Callable[..., Played]) -> None:
+    end = "<|im_end|>"
+
+    def agent(client: Client) -> None:
+        first = client.chat([HI], tools=[WEATHER])
+        call = {"function": {"name": f"weather{end}", "arguments": {f"city{end}": "Rome"}}}
+        messages = [HI, {"role": "assistant", "content": "x", "tool_calls": [call]}]
+        messages.append({"role": "tool", "content": "sunny", "name": f"n{end}", "tool_call_id": f"i{end}"})
+        client.chat(messages, tools=[WEATHER])
+        client.chat([HI, first, messages[-1]], tools=[WEATHER])
+
+    read = play(agent, template="json_calls").read()
+    assert read[1].count(end) == 3
+    assert read[2].count(end) == 3
 
 
 # --- Programs ---
@@ -468,17 +588,58 @@ def test_a_program_rewards_itself_and_gets_only_the_columns_that_are_named(tmp_p
 
 
 @pytest.mark.parametrize(
-    ("ending", "reason", "count"),
+    ("ending", "seconds", "reason", "count"),
     [
-        ("raise SystemExit('out of luck')", "out of luck", "errors"),
-        ("import time; time.sleep(60)", "neither asked nor ended for 1.5 s", "timeouts"),
+        ("raise SystemExit('out of luck')", 60, "out of luck", "errors"),
+        ("import time; time.sleep(60)", 8, "neither asked nor ended for 8 s", "timeouts"),
     ],
 )
-def test_a_program_that_fails_loses_its_rollout(tmp_path: Path, ending: str, reason: str, count: str) -> None:
-    notes, _ = play_program(program(tmp_path, AGENT + ending), call_seconds=1.5)
+def test_a_program_that_fails_loses_its_rollout(
+    tmp_path: Path, ending: str, seconds: float, reason: str, count: str
+) -> None:
+    notes, _ = play_program(program(tmp_path, AGENT + ending), call_seconds=seconds)
     assert notes["lost"] == notes[count] == 1
     assert reason in notes["feedback"]
     assert len(notes[PARTS]) == 1  # its turns are the student's all the same
+
+
+@pytest.mark.parametrize("last", ['{"reward": 1' + "0" * 400 + "}", "[" * 50_000, '{"reward": "high"}'])
+def test_a_last_line_that_is_no_reward_gives_none(tmp_path: Path, last: str) -> None:
+    notes, _ = play_program(program(tmp_path, f"{AGENT}print({last!r})"))
+    assert "turn_rewards" not in notes
+    assert "lost" not in notes
+
+
+class Steps:
+    """A log of steps that two processes share."""
+
+    def __init__(self, records: dict[int, EnvironmentRecord]) -> None:
+        self.records, self.order = records, 0
+
+    @property
+    def logged(self) -> EnvironmentRecord | None:
+        return self.records.get(self.order)
+
+    def call(self, key: Any, execute: Callable[[], Any]) -> Any:
+        self.records[self.order] = EnvironmentRecord(self.order, key, execute(), True)
+        self.order += 1
+        return self.records[self.order - 1].result
+
+    def sync(self) -> None: ...
+
+
+def test_a_program_with_effects_outside_starts_once_although_no_token_was_sampled(tmp_path: Path) -> None:
+    tokenizer, stop_ids = template_tokenizer(OWN["chatml"])
+    environment = AgentEnvironment(command=program(tmp_path, "raise SystemExit(0)"), program_effects="outside")
+    prompt = environment.opened(Prompt(id="p", domain="", messages=(HI,)), {})
+    request = SampleRequest("r", render_prompt(prompt, tokenizer), 7, Sampling(400, stop_ids=stop_ids))
+    records, started = dict[int, EnvironmentRecord](), []
+    for _ in range(2):
+        playing = AgentPlaying(Dialogue(environment, tokenizer, stop_ids, {}), request, prompt, log=Steps(records))
+        playing.open()
+        started.append(playing._episode is not None)
+        playing.close()
+    assert started == [True, False]
 
 
 def test_settings_that_mean_nothing_are_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -542,18 +703,29 @@ def serve_conversations(environment: AgentEnvironment, over: threading.Event) ->
     """An agent elsewhere: it takes one prompt after another."""
     while not over.is_set():
         client = Client(environment.server().url)
-        status, facts = client.ask("/v1/prompt")
-        if status == 200:
-            client.chat(facts["messages"])
-            client.end()
+        with contextlib.suppress(OSError):
+            status, facts = client.ask("/v1/prompt")
+            if status == 200:
+                client.chat(facts["messages"])
+                client.end()
+
+
+def ask_again_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While no prompt waits, agents get 503 after a second, so their threads end soon after the run."""
+    monkeypatch.setattr(AgentSessions, "claimed", functools.partialmethod(AgentSessions.claimed, seconds=1.0))
 
 
 def test_kl_falls_with_agents_that_others_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AGENT_TOKEN", TOKEN)
+    ask_again_soon(monkeypatch)
     settings = {"command": [], "port": 0, "token_env": "AGENT_TOKEN"}
     over = threading.Event()
-    for _ in range(4):
-        threading.Thread(target=serve_conversations, args=(AgentEnvironment(**settings), over), daemon=True).start()
+    agents = [
+        threading.Thread(target=serve_conversations, args=(AgentEnvironment(**settings), over), daemon=True)
+        for _ in range(4)
+    ]
+    for agent in agents:
+        agent.start()
     plan = recipe(
         [],
         environment=settings,
@@ -564,35 +736,48 @@ def test_kl_falls_with_agents_that_others_start(tmp_path: Path, monkeypatch: pyt
     plan["rollout"]["prompts"] = 8
     run = opd.run(plan, out=tmp_path / "run")
     over.set()
+    for agent in agents:
+        agent.join()
     kl = [line["reverse_kl"] for line in run.metrics]
     assert np.mean(kl[-5:]) < 0.6 * np.mean(kl[:3])
     assert all(line["env/lost"] == 0 for line in run.metrics)
     assert len(run.rollouts.entries) == 256
 
 
+def free_port() -> int:
+    """One that the system gives to nobody who asks for any port, so it stays free."""
+    for port in range(20_000 + os.getpid() % 10_000, 32_000):
+        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
+    raise AssertionError("no port is free")
+
+
 def test_serving_the_student_of_a_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AGENT_TOKEN", TOKEN)
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    ask_again_soon(monkeypatch)
+    port = free_port()
     over, said = threading.Event(), list[str]()
 
     def agent() -> None:
         while not over.is_set():
-            with contextlib.suppress(ConnectionError):
+            with contextlib.suppress(OSError):
                 client = Client(f"http://127.0.0.1:{port}")
                 status, facts = client.ask("/v1/prompt")
-                assert status == 200
+                if status != 200:
+                    continue
                 path = f"/conversations/{client.name}/v1/chat/completions"
                 assert client.ask(path, {"messages": facts["messages"]}, **{"X-Conversation": ""})[0] == 200
                 client.end(reward=0.5)
             time.sleep(0.05)
 
-    threading.Thread(target=agent, daemon=True).start()
+    thread = threading.Thread(target=agent, daemon=True)
+    thread.start()
     file = tmp_path / "recipe.yaml"
     file.write_text(json.dumps({**recipe([]), "rollout": {"prompts": 1, "samples": 2, "max_new_tokens": 8}}))
     known = ("127.0.0.1", port, "AGENT_TOKEN", said.append)
     serve_student([str(file), "train.steps=1"], *known, out=tmp_path / "run", quiet=True)
     over.set()
+    thread.join()
     assert [line["reward"] for line in opd.Run(tmp_path / "run").metrics] == [0.5]
     assert str(port) in said[0]
     with pytest.raises(UserError, match="needs a recipe"):
