@@ -796,32 +796,30 @@ class TurnAdvantage(AdvantagePart):
 
     def prepare(self, tokens: SampledTokens) -> dict[str, np.ndarray]:
         """Rollout id -> (turns,) advantage of each turn; 0 without a reward."""
-        episodes: dict[str, list[Rollout]] = {}  # with history split, each turn is a rollout of its own
+        episodes: dict[str, list[Rollout]] = {}  # with history split, an episode is several rollouts
         for rollout in tokens.rollouts:
             episodes.setdefault(rollout.episode, []).append(rollout)
-        rewards = [self._rewards(tokens.batch, name, turns) for name, turns in episodes.items()]
-        groups = [turns[0].group for turns in episodes.values()]
+        counts = {name: [len(own_turns(part)) for part in parts] for name, parts in episodes.items()}
+        rewards = [
+            episode_rewards(tokens.batch, tokens.batch.rewards.get(parts[0].id), name, sum(counts[name]))
+            for name, parts in episodes.items()
+        ]
+        groups = [parts[0].group for parts in episodes.values()]
         found = turn_advantages(rewards, groups, self.turn_discount, self.turn_baseline)
         by_rollout: dict[str, np.ndarray] = {}
-        for (name, turns), values in zip(episodes.items(), found, strict=True):
-            if turns[0].id == name:
-                by_rollout[name] = values
-            else:
-                by_rollout |= {rollout.id: values[turn : turn + 1] for turn, rollout in enumerate(turns)}
+        for (name, parts), values in zip(episodes.items(), found, strict=True):
+            ends = np.cumsum(counts[name])[:-1]
+            by_rollout |= {
+                part.id: turns for part, turns in zip(parts, np.split(values, ends), strict=True) if values.size
+            }
         return by_rollout
-
-    @staticmethod
-    def _rewards(batch: Batch, name: str, turns: Sequence[Rollout]) -> np.ndarray | None:
-        if turns[0].id == name:
-            return rewards_by_turn(batch, turns[0])
-        return episode_rewards(batch, batch.rewards.get(turns[0].id), name, len(turns))
 
     def values(self, tokens: SampledTokens, prepared: dict[str, np.ndarray]) -> list[np.ndarray]:
         found = []
         for rollout in tokens.rollouts:
             values = np.zeros(rollout.response_ids.size)
             if rollout.id in prepared:
-                for (first, end), advantage in zip(own_turns(rollout), prepared[rollout.id], strict=False):
+                for (first, end), advantage in zip(own_turns(rollout), prepared[rollout.id], strict=True):
                     values[first:end] = self.turn_weight * advantage
             found.append(values)
         return found
@@ -844,6 +842,8 @@ class ProbingAdvantage(AdvantagePart):
     def check(self, view: StageView) -> Iterable[str]:
         if None not in view.environments and not any(one.cuts for one in view.environments):  # None: not known
             yield "advantage probing compares whole dialogues with cut ones. Set rollout.environment: {kind: dialogue, cut: 0.5}."
+        if any(one is not None and one.cuts and one.history == "split" for one in view.environments):
+            yield "advantage probing tells cut dialogues by their number of turns, and with history split each turn is apart. Set history to keep."
         if view.rollout.samples == 1:
             yield "advantage probing compares the samples of a prompt, and rollout.samples is 1. Set it to 2 or more."
 

@@ -90,6 +90,29 @@ def test_turns_that_are_rollouts_of_their_own_have_the_same_advantages(baseline:
     assert np.concatenate(found[0]).tolist() == np.concatenate(found[1]).tolist()
 
 
+@pytest.mark.parametrize("baseline", ["turn", "group", "none"])
+def test_conversations_of_several_turns_have_the_same_advantages(baseline: str) -> None:
+    """An agent's conversations are rollouts, each with some of the episode's turns."""
+    whole = [rollout([S, E, S, S, E, S], "a"), rollout([S, S, E, S], "b")]
+    cuts = {"a": [(0, 4), (5, 6)], "b": [(0, 4)]}
+    parts = [
+        replace(rollout(item.author[first:end].tolist(), f"{item.id}/conversation{n}"), extras={"turn_of": item.id})
+        for item in whole
+        for n, (first, end) in enumerate(cuts[item.id])
+    ]
+    turns = {"a": [0.5, 0.25, 1.0], "b": [0.0, 1.0]}
+    part = TurnAdvantage(turn_discount=0.5, turn_baseline=baseline)
+    found = []
+    for rollouts in (whole, parts):
+        rewards = {item.id: sum(turns[item.episode]) for item in rollouts}
+        tokens: Any = SimpleNamespace(batch=Batch(rollouts, rewards=rewards, turn_rewards=turns), rollouts=rollouts)
+        values = part.values(tokens, part.prepare(tokens))
+        assert all((value[item.author == E] == 0).all() for item, value in zip(rollouts, values, strict=True))
+        found.append([value[item.author == S] for item, value in zip(rollouts, values, strict=True)])
+    assert np.concatenate(found[0]).tolist() == np.concatenate(found[1]).tolist()
+    assert len({*np.concatenate(found[1]).tolist()}) >= 3  # later turns have theirs
+
+
 def test_the_outcome_belongs_to_the_last_turn() -> None:
     played = rollout([S, S, E, S, E, S])
     assert rewards_by_turn(Batch([played], rewards={"r": 1.0}), played).tolist() == [0.0, 0.0, 1.0]  # type: ignore[union-attr]
@@ -149,6 +172,14 @@ def test_a_run_with_credit_by_turn(tmp_path: Path) -> None:
         (["rollout.environment=null"], "one turn"),
         (["rollout.samples=1"], "advantage 0"),
         (["objective.1.advantage.also.0={kind: probing}"], "compares whole dialogues with cut ones"),
+        (
+            [
+                "objective.1.advantage.also.0={kind: probing}",
+                "rollout.environment.cut=0.5",
+                "rollout.environment.history=split",
+            ],
+            "with history split each turn is apart",
+        ),
     ],
 )
 def test_rewards_by_turn_need_turns_and_a_group(changes: list[str], words: str) -> None:
