@@ -393,7 +393,9 @@ def _by_teachers(stage: Stage) -> list[str]:
     rollout = stage.rollout
     found = [f"rollout.{key}" for key, writer in rollout.writers_by_key.items() if writer.samples_teacher]
     found += ["rollout.teacher_prefix"] if rollout.teacher_prefix is not None else []
-    wanted = rollout.demonstrations
+    takeover, wanted = rollout.takeover, rollout.demonstrations
+    if takeover is not None and "teacher" in (takeover.by, takeover.rest):
+        found.append("rollout.takeover")
     return [*found, *(["rollout.demonstrations"] if wanted is not None and wanted.endpoint is None else [])]
 
 
@@ -418,8 +420,6 @@ def _offers(stage: Stage) -> Iterator[str]:
         drawn += ["rollout.rescue.hint"] if stage.rollout.rescue.hint.by == "teacher" else []
     if stage.rollout.experience is not None and stage.rollout.experience.by == "teacher":
         drawn.append("rollout.experience")
-    if stage.rollout.takeover is not None and "teacher" in (stage.rollout.takeover.by, stage.rollout.takeover.rest):
-        drawn.append("rollout.takeover")
     if stage.eval.prompts and stage.eval.weight_average:
         drawn.append("eval.weight_average")
     drawn += [f"monitors.watch {monitor.name}" for monitor in stage.monitors.watch if monitor.samples_teacher]

@@ -48,7 +48,8 @@ if TYPE_CHECKING:
 STAGE = "stage:"
 EXAMPLES = 8  # example prompts per domain
 WRITING = (  # they have answers written, or say how
-    "data_share", "teacher_share", "teacher_mix", "writers", "rescue", "takeover", "experience", "share_schedule", "length_schedule",
+    "data_share", "teacher_share", "teacher_mix", "teacher_prefix", "writers", "rescue", "takeover", "experience", "share_schedule",
+    "length_schedule",
 )  # fmt: skip
 REPEATED = re.compile(r"/replay-\d+$")  # ends the ids of answers that the writer `replay` stored again
 AUXILIARY = ("hint:", "experience:", "prefix:")  # sources of texts written for others to read

@@ -251,6 +251,8 @@ def test_an_interrupted_takeover_continues_with_its_correction(tmp_path: Path, m
         (["rollout.environment=null"], "no turns without an environment"),
         (["teachers={}", "objective={form: policy_gradient, advantage: {teacher_weight: 0, outcome_weight: 1}}"], "no teacher to play"),
         (["rollout.takeover.turn=2"], "belong to turn: wrong"),
+        (["teachers.arithmetic={model: tiny/arithmetic, view: bytes}", "objective={form: uld}"], "rollout.takeover needs a teacher with the student's tokenizer"),
+        (["teachers.arithmetic={kind: served, model: m, address: 'http://localhost:1'}"], "rollout.takeover needs a model in this process"),
         (["rollout.takeover={turn: 9}"], "turn 9 of 8 turns"),
         (["rollout.environment={kind: calculator, tool_calls: json}", "rollout.takeover.by=environment"], "has no advice"),
         (["rollout.environment.history=split"], "history split"),

@@ -233,6 +233,8 @@ def test_what_the_recipe_says_of_replayed_rollouts_has_to_be_true(kept: Path, tm
     growing = {"length_schedule": {"kind": "line", "start": 2}}
     with pytest.raises(RecipeError, match=r"has its own answers, so rollout.length_schedule"):
         opd.run(given | {"rollout": {**given["rollout"], **growing}}, out=tmp_path / "run")
+    with pytest.raises(RecipeError, match=r"has its own answers, so rollout.teacher_prefix"):
+        opd.run(given | {"rollout": {**given["rollout"], "teacher_prefix": {"tokens": 1}}}, out=tmp_path / "run")
     with pytest.raises(RecipeError, match=r"has its own answers, so rollout.rescue"):
         opd.run(given | {"rollout": {**given["rollout"], "rescue": {"view": "sibling"}}}, out=tmp_path / "run")
     with pytest.raises(RecipeError, match="no other stage is called 'nowhere'"):
