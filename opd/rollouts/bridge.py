@@ -74,6 +74,43 @@ class Bridge:
             text = text[len(before) :]
         return np.array(self._encode(text)[int(stopped and bool(end)) :], dtype=np.int32)
 
+    def content(self, ids: np.ndarray) -> str | None:
+        """The text of the messages between two turns, without what the chat template writes around them. None: it wrote nothing there."""
+        text = str(self._tokenizer.decode(ids.tolist())).strip()
+        heads, betweens, tails = self._frames()
+        ends = [found.end() for head in heads if (found := re.match(head, text))]
+        begins = [found.start() for tail in tails if (found := re.search(rf"(?:{tail})\Z", text))]
+        if not ends or not begins:
+            return None
+        text = text[max(ends) : min(begins)]
+        for between in betweens:
+            text = re.sub(between, "\n", text)
+        return text.strip()
+
+    def _frames(self) -> tuple[list[str], list[str], list[str]]:
+        """Patterns for what the template writes before, between and after a user's messages and results of tools.
+
+        Decoding may add or drop spaces around special tokens, so the patterns ignore white space.
+        """
+        call = Call("tool", {"argument": "value"})
+        user, tool = _user(REPLY), tool_message(call, REPLY)
+        heads, betweens, tails = list[str](), list[str](), list[str]()
+        for new in ([user], [tool], [tool, tool], [tool, user]):
+            calls = [call] * sum(message["role"] == "tool" for message in new)
+            style, messages = self._styled(new, calls)
+            try:
+                head, *between, tail = self._after_mark(_answer(calls if style == "calls" else ()), messages).split(
+                    REPLY
+                )
+            except DataError:  # many templates take only one call, or require roles to alternate
+                continue
+            before, end = self._ends[style]
+            rest = head.removeprefix(before + end)
+            heads.append(rf"(?:{_loosely(before)})?\s*(?:{_loosely(end)})?\s*{_loosely(rest)}\s*")
+            betweens += [rf"\s*{_loosely(part)}\s*" for part in between if part.strip()]
+            tails.append(rf"\s*{_loosely(tail)}")
+        return heads, sorted({*betweens}, key=len, reverse=True), tails
+
     def spoken(self, text: str, messages: Sequence[Message], calls: Sequence[Call], call_marker: str) -> list[Message]:
         """A turn and the messages after it, for rendering the conversation again.
 
@@ -188,6 +225,11 @@ class Bridge:
     def harmless_message(self, message: Message) -> dict[str, Any]:
         texts = {key: message[key] for key in ("content", "name", "tool_call_id") if key in message}
         return {**message, **{key: self.harmless(text) for key, text in texts.items()}}
+
+
+def _loosely(text: str) -> str:
+    """A pattern for a text with any white space between its words."""
+    return r"\s*".join(re.escape(word) for word in text.split())
 
 
 def _answer(calls: Sequence[Call] = ()) -> Message:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 import numpy as np
 from pydantic import Field, ValidationInfo, field_validator, model_validator
@@ -19,6 +19,9 @@ from opd.models.tokenizers import Span, common_spans, open_end, pieces, readable
 from opd.objective.batch import own_turns
 from opd.records import Prompt, Rendered, Rollout
 from opd.registry import Choice, Count, Family, Needs, Positive, StageView, Word, changed
+
+if TYPE_CHECKING:
+    from opd.rollouts.bridge import Bridge
 
 Text = Annotated[str, Field(min_length=1, max_length=100_000)]
 CUT = " ... "  # replaces the part that was cut from a long text
@@ -449,10 +452,13 @@ class TurnsView(ShowingView):
         turns, texts = own_turns(rollout), list[Rendered]()
         begins = [*(first for first, _ in turns[1:]), rollout.response_ids.size]
         frame, asked = message_frame(prompt, group), rollout.prompt_ids
+        names = fields_of(self.hint)
+        bridge = bridge_of(prompt, group) if NEXT in names else None
         feedback = [*group.turn_feedback.get(rollout.id, ()), *[""] * len(turns)]
         for (first, end), begin, said in zip(turns, begins, feedback, strict=False):
-            known = {FEEDBACK: said.strip(), NEXT: frame.content(rollout.response_ids[end:begin], group.tokenizer)}
-            short = any(len(known[name]) < max(self.shortest, 1) for name in fields_of(self.hint))
+            following = rollout.response_ids[end:begin]
+            known = {FEEDBACK: said.strip(), NEXT: message_text(following, bridge, group) if NEXT in names else ""}
+            short = any(len(known[name]) < max(self.shortest, 1) for name in names)
             before = np.concatenate([asked, rollout.response_ids[:first]])
             if short or end - first <= self.skip or not frame.ends(before):
                 continue
@@ -483,30 +489,40 @@ class MessageFrame:
     """What a chat template writes around a user's message. `tail`: ids from the end of its content to the answer."""
 
     tail: tuple[int, ...]
-    head_text: str
-    tail_text: str
 
     def ends(self, ids: np.ndarray) -> bool:
         """Whether a text ends as the template ends a user's message."""
         return tuple(ids[ids.size - len(self.tail) :].tolist()) == self.tail
 
-    def content(self, ids: np.ndarray, tokenizer: Any) -> str:
-        """The content of the messages between two turns."""
-        text = str(tokenizer.decode(ids.tolist(), skip_special_tokens=True)).strip()
-        return text.removeprefix(self.head_text).removesuffix(self.tail_text).strip()
-
 
 def message_frame(prompt: Prompt, group: Group) -> MessageFrame:
     """The frame of a user's message. Text prompts have none."""
     if prompt.messages is None:
-        return MessageFrame((), "", "")
+        return MessageFrame(())
     one, other = (
         group.prompt_ids(replace(prompt, messages=({"role": "user", "content": digit},))).tolist() for digit in "01"
     )
     same = next((n for n, (a, b) in enumerate(zip(one[::-1], other[::-1], strict=True)) if a != b), 0)
-    text = str(group.tokenizer.decode(one, skip_special_tokens=True))
-    head, _, tail = text.rpartition("0")
-    return MessageFrame(tuple(one[len(one) - same :]), head.strip(), tail.strip())
+    return MessageFrame(tuple(one[len(one) - same :]))
+
+
+def bridge_of(prompt: Prompt, group: Group) -> Bridge | None:
+    """What rendered the messages between an episode's turns. None: the environment gave ids."""
+    from opd.rollouts.bridge import Bridge
+
+    environment = prompt.environment
+    if prompt.messages is None or (environment is not None and environment.takes_tokenizer):
+        return None
+    kwargs = {**group.template_kwargs, **prompt.template_kwargs}
+    kwargs.pop("tools", None)
+    tools = environment.tools() if environment is not None and environment.tool_calls == "auto" else ()
+    return Bridge(group.tokenizer, group.stop_ids, kwargs, tools)
+
+
+def message_text(ids: np.ndarray, bridge: Bridge | None, group: Group) -> str:
+    """What an environment said between two turns."""
+    found = None if bridge is None else bridge.content(ids)
+    return str(group.tokenizer.decode(ids.tolist(), skip_special_tokens=True)).strip() if found is None else found
 
 
 # --- A view for teachers with another tokenizer ---

@@ -18,10 +18,11 @@ from opd.objective.batch import own_turns
 from opd.recipe import load_recipe
 from opd.records import Author, Prompt, Rendered, Rollout, SignalNeed
 from opd.registry import find
-from opd.rollouts.bridge import Bridge
+from opd.rollouts.bridge import Bridge, tool_message
+from opd.rollouts.tool_calls import Call, Tool
 from opd.teachers.scoring import LocalTeacher
 from opd.teachers.views import Group, require_aligned, texts_for
-from tests.support.chat_templates import CHATML, template_tokenizer
+from tests.support.chat_templates import CHATML, OWN, template_tokenizer
 
 ASKED = ({"role": "user", "content": "add 12+30"},)
 
@@ -109,6 +110,39 @@ def test_a_hint_ends_the_message_before_its_turn() -> None:
     assert "Next A. (next: Next B.)" in read[1]
     assert "(next: Next A.)" not in read[1]
     assert "Next B" not in read[0]
+
+
+DEFAULT_SYSTEM = "{% if messages[0].role != 'system' %}<|im_start|>system\nYou help.<|im_end|>\n{% endif %}"
+TOOL_TURNS = (
+    "{% for m in messages %}{% set content = m.content %}{% if m.role == 'tool' %}{% if loop.previtem.role != 'tool' %}<|im_start|>user"
+    "{% endif %}\n<tool_response>\n{{ content }}\n</tool_response>{% if loop.last or loop.nextitem.role != 'tool' %}<|im_end|>\n{% endif %}"
+    "{% else %}<|im_start|>{{ m.role }}\n{{ content }}{% for c in m.tool_calls or [] %}<tool_call>\n{{ c.function | tojson }}\n</tool_call>"
+    "{% endfor %}<|im_end|>\n{% endif %}{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% endif %}"
+)  # results of neighbouring calls share a turn, as in Qwen3
+
+
+@pytest.mark.parametrize("template", [CHATML, DEFAULT_SYSTEM + CHATML, DEFAULT_SYSTEM + TOOL_TURNS, *OWN.values()])
+@pytest.mark.parametrize("stopped", [True, False])
+@pytest.mark.parametrize("tools", [(), (Tool("add", "Add.", {}),)])
+def test_the_next_message_is_known_for_any_template(template: str, stopped: bool, tools: tuple[Tool, ...]) -> None:
+    tokenizer, stop_ids = template_tokenizer(template)
+    bridge, call = Bridge(tokenizer, stop_ids, {}, tools), Call("add", {"a": "1"})
+    user, result = {"role": "user", "content": "user\nNext: 0."}, tool_message(call, "It is\n\n70.")
+    given = {"user\nNext: 0.": [user], "It is\n\n70.": [result], "It is\n\n70.\nuser\nNext: 0.": [result, user]}
+    for text, messages in given.items():
+        calls = [call for message in messages if message["role"] == "tool"]
+        assert bridge.content(bridge.ids(messages, stopped=stopped, calls=calls)) == text
+    assert bridge.content(np.array(tokenizer.encode("raw"), np.int32)) is None
+    if "previtem" in template:
+        both = bridge.ids([result, result], stopped=stopped, calls=[call, call])
+        assert bridge.content(both) == "It is\n\n70.\nIt is\n\n70."
+
+
+def test_a_default_system_message_is_no_part_of_a_hint() -> None:
+    tokenizer, stop_ids = template_tokenizer(DEFAULT_SYSTEM + CHATML)
+    prompt, rollout = episode(tokenizer, stop_ids, ["one", "two"], ["Next A."])
+    (read,) = parts(shown(tokenizer, stop_ids, prompt, rollout, [], " (next: {next})"))
+    assert "add 12+30 (next: Next A.)<|im_end|>" in tokenizer.decode(read.tolist())
 
 
 def test_the_texts_of_one_rollout_are_scored_apart(tiny: Any) -> None:
