@@ -47,7 +47,10 @@ class AgentEnvironment(Environment):
     history: Literal["split"] = Field("split", description="every conversation of an agent is a rollout of its own")
     turns: Positive = Field(64, le=10_000, description="largest number of the student's turns")
     call_seconds: float = Field(
-        300.0, gt=0, le=86_400, description="seconds; an agent that neither asks nor ends for longer is abandoned"
+        300.0,
+        gt=0,
+        le=86_400,
+        description="seconds that an agent may take until its next request or its end; after that it is given up",
     )
     workers: Positive = Field(32, le=4096, description="programs that run at the same time")
     command: list[str] = Field(
@@ -82,6 +85,10 @@ class AgentEnvironment(Environment):
     @property
     def effects(self) -> Effects:  # type: ignore[override]
         return self.program_effects
+
+    @property
+    def has_tools(self) -> bool:
+        return True  # those of its requests
 
     def check(self, view: StageView) -> Iterable[str]:
         yield from super().check(view)

@@ -428,6 +428,14 @@ class Keep(Gate):
     )
     threshold: float = Field(0.5, description="a reward of at least this is correct")
 
+    def check(self, view: StageView) -> Iterable[str]:
+        yield from super().check(view)
+        if self.prefer == "clean" and not any(one is None or one.has_tools for one in view.environments):  # not known
+            yield (
+                "gate keep with prefer: clean compares failed tool calls, and no environment of this recipe has tools. Set "
+                "rollout.environment to one that has, or prefer: short."
+            )
+
     @property
     def by_student(self) -> bool:
         return self.prefer == "likely"

@@ -158,6 +158,11 @@ class Environment(Choice):
         return type(self).advice is not Environment.advice
 
     @property
+    def has_tools(self) -> bool:
+        """Whether the student may have tools to call. A program that brings its own is one of these."""
+        return type(self).tools is not Environment.tools
+
+    @property
     def cuts(self) -> bool:
         """Whether some of its episodes leave out what others have, for the advantage `probing`."""
         return False

@@ -21,6 +21,7 @@ from opd.objective.advantages import SampledTokens
 from opd.objective.batch import CALLS, FAILED_CALLS, Batch, FirstPass
 from opd.objective.gates import further_draws, random_share, speculative, tool_penalty, top_share
 from opd.objective.objective import Objective, PreparedTerm, prepare_term, proposal_accepted
+from opd.recipe import load_recipe
 from opd.records import Author, Rollout, Signal, SignalNeed
 from opd.teachers.scoring import LocalTeacher
 from tests.support.helpers import term as read_term
@@ -347,6 +348,17 @@ def test_the_cleanest_right_answers_had_the_fewest_failed_calls() -> None:
     batch = Batch(items, {}, {item.id: float(item.id != "r4") for item in items})
     found = plan({"form": "policy_gradient", "advantage": {"teacher_weight": 0, "outcome_weight": 1}, "gate": {"kind": "keep", "prefer": "clean", "minimum": 1, "share": 0.6}}, batch)  # fmt: skip
     assert sorted(opened(found)) == ["r0", "r1", "r4"]
+
+
+def test_the_cleanest_answers_need_tools() -> None:
+    recipe = {
+        "student": "tiny/generalist", "prompts": "task:dialogue", "rollout": {"samples": 4, "environment": "dialogue"},
+        "objective": {"form": "policy_gradient", "advantage": {"teacher_weight": 0, "outcome_weight": 1}, "gate": {"kind": "keep", "prefer": "clean"}},
+    }  # fmt: skip
+    with pytest.raises(RecipeError, match="no environment of this recipe has tools"):
+        load_recipe(recipe)
+    tools = {"kind": "calculator", "tool_calls": "json"}
+    load_recipe(recipe | {"prompts": "task:addition", "rollout": {"samples": 4, "environment": tools}})
 
 
 def test_the_likeliest_right_answers_are_by_the_students_tokens() -> None:
