@@ -275,7 +275,8 @@ def render_prompts(
             found[number] = error
     for templated, some in texts.items():
         if some:
-            encoded = tokenizer(list(some.values()), add_special_tokens=not templated)["input_ids"]
+            # lengths are checked elsewhere, so the tokenizer need not warn about them
+            encoded = tokenizer(list(some.values()), add_special_tokens=not templated, verbose=False)["input_ids"]
             for number, row in zip(some, encoded, strict=True):
                 prompt, ids = prompts[number], row if templated else _without_end(row, tokenizer)
                 ids = ids[:1] if prompt.plain else ids  # BOS, or else the first token; the rest is its answer

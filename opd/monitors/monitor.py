@@ -445,7 +445,7 @@ class DivergenceJump(Monitor):
     least: float = Field(0.02, ge=0, description="of kl and diversity: falls from fewer nats than this are ignored")
     margin: float = Field(0.5, ge=0, description="of kl: nats above its lowest level, in addition to `rise`")
     errors: float = Field(
-        2.0, gt=0, description="of diversity: standard errors by which pass@k falls; of others likewise"
+        2.0, gt=0, description="a change of the score (of diversity: of pass@k) counts from so many standard errors on"
     )
 
     def alarm(self, history: History) -> Alarm | None:
@@ -513,7 +513,7 @@ class LostDiversity(Monitor):
     reads = ("eval_k/DOMAIN", "entropy", "distinct", "reward")
     remedy = "JSD or a skewed divergence in place of reverse KL, or an entropy-aware mixture of both directions"
     errors: float = Field(
-        2.0, gt=0, description="of diversity: standard errors by which pass@k falls; of others likewise"
+        2.0, gt=0, description="a change of the score (of diversity: of pass@k) counts from so many standard errors on"
     )
     fall: float = Field(
         0.3, gt=0, lt=1, description="of diversity: share of entropy, or of distinct pairs, that is lost"
@@ -759,7 +759,7 @@ class OtherLength(Monitor):
     words: ClassVar[tuple[str, str]]  # what answers did, and what it means
     window: Positive = Field(10, le=60, description="steps at the beginning and at the end that are compared")
     errors: float = Field(
-        2.0, gt=0, description="of diversity: standard errors by which pass@k falls; of others likewise"
+        2.0, gt=0, description="a change of the score (of diversity: of pass@k) counts from so many standard errors on"
     )
 
     def alarm(self, history: History) -> Alarm | None:
@@ -878,7 +878,7 @@ class Saturation(Monitor):
     reads = ("eval/DOMAIN",)
     remedy = "a frontier curriculum: prompts that are sometimes answered right"
     errors: float = Field(
-        1.0, gt=0, description="of diversity: standard errors by which pass@k falls; of others likewise"
+        1.0, gt=0, description="a change of the score (of diversity: of pass@k) counts from so many standard errors on"
     )
     evaluations: Positive = Field(2, le=100, description="of together: in a row")
 
@@ -965,7 +965,7 @@ class FlawedPrefix(Monitor):
     takeover: float = Field(0.05, ge=0, lt=1, description="of prefix: how much more often it is right then")
     gap: float = Field(0.2, gt=0, lt=1, description="of prefix: how much more often it is right from the beginning on")
     errors: float = Field(
-        2.0, gt=0, description="of diversity: standard errors by which pass@k falls; of others likewise"
+        2.0, gt=0, description="a change of the score (of diversity: of pass@k) counts from so many standard errors on"
     )
     window: Positive = Field(20, le=60, description="steps at the beginning and at the end that are compared")
 
@@ -1042,7 +1042,7 @@ class TeachersInConflict(Monitor):
     answers: Positive = Field(16, le=4096, description="of a probe: those of a step, or of each domain, that it takes")
     cosine: float = Field(-0.05, gt=-1, lt=1, description="of conflict: between a domain's gradient and the others'")
     errors: float = Field(
-        2.0, gt=0, description="of diversity: standard errors by which pass@k falls; of others likewise"
+        2.0, gt=0, description="a change of the score (of diversity: of pass@k) counts from so many standard errors on"
     )
 
     def measure(self, probe: StepProbe) -> dict[str, float]:

@@ -289,7 +289,7 @@ from opd.rollouts.environments import Environment, Episode, Step
 class Waits(Environment):
     name = "waits"
     closed: str
-    seconds: float = 60.0
+    seconds: float = 3600.0
 
     def open(self, prompt, key):
         return Waiting(self)
@@ -311,16 +311,16 @@ class Waiting(Episode):
 
 @pytest.mark.crash
 def test_a_stop_closes_the_episodes_that_are_played_ahead(tmp_path: Path) -> None:
-    """Tools that take a minute hold nobody up."""
+    """Tools that take an hour hold nobody up."""
     (tmp_path / "waits.py").write_text(SLOW_TOOL)
-    waits = {"kind": "waits", "turn_tokens": 4, "closed": str(tmp_path / "closed")}
+    waits = {"kind": "waits", "turn_tokens": 4, "call_seconds": 3600, "closed": str(tmp_path / "closed")}
     recipe = PLAYED | {"plugins": [str(tmp_path / "waits.py")], "rollout": {**PLAYED["rollout"], "environment": waits}}
     written, directory, log = tmp_path / "recipe.yaml", tmp_path / "run", tmp_path / "out.txt"
     written.write_text(json.dumps(recipe))
     process = start(log, "run", written, "--out", directory, die=20, by=signal.SIGTERM)
     began = time.monotonic()
     assert ended(process) == 75, log.read_text()
-    assert time.monotonic() - began < 50
+    assert time.monotonic() - began < 600  # much less than the tools take, however slow the machine
     assert (tmp_path / "closed").read_text().count("closed") >= 6  # the prompts' first messages open and close one each
     assert any(rollout.stop is None for rollout in durable(directory).values())
 
