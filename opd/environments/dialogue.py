@@ -44,10 +44,10 @@ class ScriptedDialogue(Environment):
 
     def open(self, prompt: Prompt, key: int) -> Episode:
         episode = DialogueEpisode(prompt)
-        if self.cut and episode.messages:
+        if self.cut and len(episode.messages) > 1:
             coin, place = np.random.default_rng(key).random(2)
             if coin < self.cut:
-                episode.skip_after(int(place * len(episode.messages)))
+                episode.skip_after(int(place * (len(episode.messages) - 1)))
         return episode
 
     def oracle(self, prompt: Prompt) -> Sequence[str] | None:
@@ -64,7 +64,11 @@ class DialogueEpisode(Episode):
         script = read_script(prompt)
         self.messages = [line["say"] for line in script]
         self.expected = [prompt.fields.get("answer"), *(line.get("answer") for line in script)]
-        self.part = 1 / max(1, sum(answer is not None for answer in self.expected))
+
+    @property
+    def part(self) -> float:
+        """The reward of a right answer."""
+        return 1 / max(1, sum(answer is not None for answer in self.expected))
 
     def skip_after(self, turn: int) -> None:
         """Leave out what the user says between this turn, from 0, and the last message."""
@@ -74,7 +78,7 @@ class DialogueEpisode(Episode):
     def step(self, turn: Turn) -> Step:
         expected = self.expected[turn.number]
         reward = None if expected is None else self.part * (turn.text.strip() == str(expected).strip())
-        feedback = "" if not expected or reward else f"The answer is {expected}."
+        feedback = "" if expected is None or reward else f"The answer is {expected}."
         if turn.number == len(self.messages):
             return Step(reward=reward, done=True, feedback=feedback)
         said = {"role": "user", "content": self.messages[turn.number]}

@@ -149,15 +149,27 @@ def test_a_scripted_dialogue() -> None:
 def test_cut_dialogues_go_straight_to_the_last_message() -> None:
     prompt = get_task("dialogue", turns=4).prompt("train", 3)
     right = list(environment("dialogue").oracle(prompt) or ())
-    lengths = set()
-    for key in range(40):
-        episode = environment("dialogue", cut=0.5).open(prompt, key)
-        expected = list(episode.expected)  # type: ignore[attr-defined]
-        assert expected == [*right[: len(expected) - 1], right[-1]]
-        assert environment("dialogue", cut=0.5).open(prompt, key).expected == expected  # type: ignore[attr-defined]
-        lengths.add(len(expected))
-    assert lengths == {2, 3, 4}
-    assert not environment("dialogue", cut=0.5).has_oracle
+    for cut, all_lengths in ((0.5, {2, 3, 4}), (1.0, {2, 3})):
+        lengths, game = set(), environment("dialogue", cut=cut)
+        for key in range(40):
+            episode = game.open(prompt, key)
+            expected = list(episode.expected)  # type: ignore[attr-defined]
+            assert expected == [*right[: len(expected) - 1], right[-1]]
+            assert game.open(prompt, key).expected == expected  # type: ignore[attr-defined]
+            lengths.add(len(expected))
+            earned = [episode.step(Turn(n, text, np.zeros(0, np.int32), "stop")).reward for n, text in enumerate(expected)]  # type: ignore[union-attr]  # fmt: skip
+            assert sum(earned) == pytest.approx(1, abs=1e-9)  # type: ignore[arg-type]
+        assert lengths == all_lengths
+        assert not game.has_oracle
+    short = get_task("dialogue", turns=2).prompt("train", 3)
+    assert len(environment("dialogue", cut=1.0).open(short, 0).expected) == 2  # type: ignore[attr-defined]
+
+
+def test_every_wrong_answer_of_a_dialogue_gets_feedback() -> None:
+    prompt = Prompt("p", "d", text="2-2?", fields={"answer": 0, "script": [{"say": "Thanks!"}]})
+    steps = played(environment("dialogue"), prompt, ["1", "?"])
+    assert [step.feedback for step in steps] == ["The answer is 0.", ""]
+    assert [step.reward for step in steps] == [0.0, None]
 
 
 def test_search_finds_the_document_about_the_query(tmp_path: Path) -> None:
