@@ -213,7 +213,8 @@ def demonstrate(
         failed, visit = one.failed, asked[one.failed.prompt_id]
         names[failed.id] = failed.id + DEMONSTRATION
         if one.text is None:
-            planned[names[failed.id]] = Planned(visit, failed.sample, TeacherWriter(), start=one.start)
+            sample = maker.spec.rollout.samples + failed.sample  # keys other draws than those of the failed answer
+            planned[names[failed.id]] = Planned(visit, sample, TeacherWriter(), start=one.start)
         else:
             maker.rollouter.demonstrate(failed, visit, demonstrator.source, one.text, version, one.start)
     if planned:
@@ -367,10 +368,9 @@ def write_experience(
     context = maker.context_of(spec.by, visit.prompt)
     if asked is None or not maker.rollouter.fits(asked, visit, spec.max_new_tokens, context):
         return dict(prompts), {"experience/tokens": 0}
-    rescue = maker.spec.rollout.rescue
-    sample = (
-        maker.spec.rollout.samples * ((rescue.attempts if rescue is not None else 0) + 1) + 1
-    )  # after rescues and a hint
+    drawn = maker.spec.rollout
+    attempts = max(again.attempts if again is not None else 0 for again in (drawn.rescue, drawn.takeover))
+    sample = drawn.samples * (attempts + 1) + 1  # after rescues and a hint, or takeovers
     name = maker.rollouter.rollout_id(visit, sample)
     plan = Planned(
         replace(visit, prompt=asked),

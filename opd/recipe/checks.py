@@ -113,7 +113,7 @@ def _teacher_prefix(stage: Stage) -> Iterator[str]:
     rollout, prefix = stage.rollout, stage.rollout.teacher_prefix
     if prefix is None:
         return
-    if not stage.teachers:
+    if not any(kind.role == "teacher" for kind in stage.teachers.values()):
         yield "rollout.teacher_prefix: there is no teacher to write it. Give one, or drop it."
     if max(prefix.tokens, prefix.to) >= rollout.max_new_tokens:
         yield (

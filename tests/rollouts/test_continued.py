@@ -119,6 +119,17 @@ def test_a_teacher_continues_after_the_last_good_step(tmp_path: Path) -> None:
     assert len(shares) == sum(line["demonstrations/share"] * 8 for line in run.metrics)
 
 
+def test_the_student_as_its_own_teacher_draws_demonstrations_anew(tmp_path: Path) -> None:
+    """With the key of the failed answer, it would be the same answer."""
+    spec = {"demonstrations": {"below": 2, "by": {"kind": "format", "pattern": "x"}}}
+    run = opd.run(
+        recipe(spec, teachers={"same": {"kind": "self"}}, train={"steps": 1, "lr": 1e-4}), out=tmp_path / "run"
+    )
+    found = pairs(run)
+    assert found
+    assert any(made.response_ids.tolist() != failed.response_ids.tolist() for failed, made in found)
+
+
 def test_an_endpoint_writes_on_after_what_is_kept(served: Served, tmp_path: Path) -> None:
     served.says = "77"
     demonstrations = {
@@ -146,6 +157,7 @@ def test_an_endpoint_writes_on_after_what_is_kept(served: Served, tmp_path: Path
 @pytest.mark.parametrize(
     ("rollout", "changes", "message"),
     [
+        (PREFIX, {"teachers": {"start": {"model": "tiny/generalist", "role": "reference"}}}, "there is no teacher to write it"),
         (PREFIX, {"teachers": {}, "objective": {"form": "cross_entropy", "on": ["teacher"]}}, "there is no teacher to write it"),
         ({"teacher_prefix": {"tokens": 6}}, {}, "leaves the student none of rollout.max_new_tokens 6"),
         ({**PREFIX, "staleness": 1}, {}, "would have to sample and score at once"),
