@@ -671,8 +671,8 @@ class AnchorRank(OutcomeAdvantage):
         yield from super().check(view)
         if view.rollout.mixed_authors:
             yield (
-                "anchor_rank compares the student's answers with the teacher's, and with rollout.teacher_prefix or demonstrations.cut "
-                "one answer has tokens of both. Drop one of them."
+                "anchor_rank compares the student's answers with the teacher's, and with rollout.teacher_prefix, takeover or "
+                "demonstrations.cut one answer has tokens of both. Drop one of them."
             )
         drawn = view.rollout  # a teacher with a share of the prompts answers alone
         alone = drawn.rescue is None and drawn.demonstrations is None
@@ -856,7 +856,7 @@ class ProbingAdvantage(AdvantagePart):
         for members in groups.values():
             turns = [rewards_by_turn(tokens.batch, rollout) for rollout in members]
             known = [(rollout, values) for rollout, values in zip(members, turns, strict=True) if values is not None]
-            right = np.array([values[-1] > 0 for _, values in known], dtype=np.float64)
+            right = np.array([values[-1] > 1e-9 for _, values in known], dtype=np.float64)  # rewards are sums, rounded
             counts = np.array([values.size for _, values in known])
             bonuses = probing_bonuses(right, counts, self.bonus, self.margin)
             found |= {rollout.id: float(bonus) for (rollout, _), bonus in zip(known, bonuses, strict=True)}

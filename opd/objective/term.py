@@ -1180,8 +1180,8 @@ class Pairwise(Term):
             yield "pairwise with an environment whose history is split: pairs are made of whole rollouts. Set history to keep."
         if view.rollout.mixed_authors and "teacher" in (self.chosen, self.rejected):
             yield (
-                "pairwise with pairs by author, and with rollout.teacher_prefix or demonstrations.cut an answer has two: the student and "
-                "a teacher. Drop one of them."
+                "pairwise with pairs by author, and with rollout.teacher_prefix, takeover or demonstrations.cut an answer has two: the "
+                "student and a teacher. Drop one of them."
             )
         alone = [
             key for key, writer in view.rollout.writers_by_key.items() if writer.share and writer.author != "student"

@@ -174,9 +174,8 @@ class Rollouts(BaseModel):
     @property
     def mixed_authors(self) -> bool:
         """Whether one answer may have tokens of the student and of a teacher."""
-        return self.teacher_prefix is not None or (
-            self.demonstrations is not None and self.demonstrations.cut != "none"
-        )
+        cut = self.demonstrations is not None and self.demonstrations.cut != "none"
+        return self.teacher_prefix is not None or self.takeover is not None or cut
 
     @property
     def by_sample(self) -> list[Any]:
@@ -311,7 +310,8 @@ class Takeover(BaseModel):
     def mistakes(self, stage: Any) -> Iterable[str]:
         if not stage.environments:
             yield "there are no turns without an environment. Set rollout.environment, or use rescue."
-        if not stage.teachers and "teacher" in (self.by, self.rest):
+        taught = any(kind.role == "teacher" for kind in stage.teachers.values())
+        if not taught and "teacher" in (self.by, self.rest):
             yield "there is no teacher to play. Give one, or set by: environment and rest: student."
         if stage.checkpoint.resume == "exact":
             yield "turns are copied and not drawn again, so checkpoint.resume exact has nothing to compare them with. Set it to prefill."

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 import opd
 from opd.common.errors import RecipeError
-from opd.objective.advantages import TurnAdvantage, probing_bonuses, turn_advantages
+from opd.objective.advantages import ProbingAdvantage, TurnAdvantage, probing_bonuses, turn_advantages
 from opd.objective.batch import Batch, own_turns, rewards_by_turn
 from opd.recipe import load_recipe
 from opd.records import Author, Rollout
@@ -135,6 +135,14 @@ def test_the_bonus_of_probing_against_the_definition(
     cut = [ok for ok, count in group if count < most]
     helps = bool(cut) and sum(whole) / len(whole) > margin * sum(cut) / len(cut)
     assert found.tolist() == [bonus if helps and ok and count == most else 0.0 for ok, count in group]
+
+
+def test_what_rounding_leaves_is_no_right_ending() -> None:
+    played = [rollout([S, E] * turns, str(turns)) for turns in (3, 3, 2)]
+    rewards = {"3": 0.3 + 1e-16, "2": 0.2}
+    batch = Batch(played, rewards=rewards, turn_rewards={"3": [0.1, 0.2, 0.0], "2": [0.2, 0.0]})
+    found = ProbingAdvantage().prepare(SimpleNamespace(batch=batch, rollouts=played))  # type: ignore[arg-type]
+    assert set(found.values()) == {0.0}
 
 
 RECIPE: dict[str, Any] = {
