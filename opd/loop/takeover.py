@@ -21,7 +21,7 @@ from opd.data.prompts import response_text
 from opd.engines.requests import request_key
 from opd.objective.batch import Written, own_turns
 from opd.records import Author, Rollout, SampleRequest, Sampling, Visit
-from opd.rollouts.episodes import TAKEOVER, Dialogue, GivenTurn, GivenTurns
+from opd.rollouts.episodes import ROUNDING, TAKEOVER, Dialogue, GivenTurn, GivenTurns
 from opd.rollouts.rollouter import Planned, answers, as_trained
 from opd.rollouts.settings import Takeover
 from opd.rollouts.writers import StudentWriter, TeacherWriter
@@ -38,6 +38,7 @@ class Candidate:
     first: Rollout
     last: Rollout
     closed: bool = False  # nothing more is to be corrected
+    won: bool = False  # `last` succeeded
 
 
 @dataclass(frozen=True)
@@ -49,8 +50,10 @@ class CorrectedTurn:
     right: str
     wrong: str
 
-    def facts(self, of: Rollout) -> dict[str, Any]:
-        return {"of": of.id, "turn": self.turn, "right": self.right, "wrong": self.wrong, "ids": self.ids.tolist()}
+    def facts(self, of: Rollout, key: int) -> dict[str, Any]:
+        """`key`: of the episode. Its 64 bits are kept as text."""
+        said = {"turn": self.turn, "right": self.right, "wrong": self.wrong, "ids": self.ids.tolist()}
+        return {"of": of.id, "key": str(key), **said}
 
 
 def take_over(
@@ -83,15 +86,18 @@ def take_over(
         tokens += sum(rollout.response_ids.size for rollout in tried)
         rewards |= maker.ranks.share(partial(maker.rewards.reward, tried, visits, written.resumed))
         for rollout in tried:
-            candidate = found[rollout.id][0]
+            candidate, reward = found[rollout.id][0], rewards.get(rollout.id)
+            if spec.turn == "wrong" and reward is None:
+                candidate.closed = True  # the environment lost it: the original stays
+                continue
             candidate.last = as_trained(rollout)
-            candidate.closed = not _failed(spec, rewards.get(rollout.id))
+            candidate.closed = candidate.won = not _failed(spec, reward)
     return _replaced(spec, rollouts, played, wanted, rewards, names, tokens)
 
 
 def _failed(spec: Takeover, reward: float | None) -> bool:
     """Whether an episode has a reward, and one that is too small."""
-    return reward is not None and reward < spec.threshold
+    return reward is not None and reward < spec.threshold - ROUNDING
 
 
 def _replaced(
@@ -104,7 +110,7 @@ def _replaced(
     tokens: int,
 ) -> tuple[list[Rollout], dict[str, float]]:
     instead = {
-        one.first.id: one.last for one in wanted if one.last is not one.first and (one.closed or spec.turn != "wrong")
+        one.first.id: one.last for one in wanted if one.last is not one.first and (one.won or spec.turn != "wrong")
     }
     turns = [rollout.extras[TAKEOVER]["turn"] + 1 for rollout in instead.values()]
     for name in tried | instead.keys():
@@ -238,5 +244,5 @@ def _planned(maker: BatchMaker, spec: Takeover, one: Candidate, correction: Corr
     by = spec.by if spec.by == "environment" else maker.scorer.teacher_for(one.visit.prompt)
     writer = StudentWriter() if spec.rest == "student" else TeacherWriter()
     sample = _name(maker, one, attempt)[1]
-    extras = {TAKEOVER: correction.facts(one.last)}
+    extras = {TAKEOVER: correction.facts(one.last, key)}
     return Planned(one.visit, sample, writer, source=f"{TAKEOVER}:{by}", given=GivenTurns(given, key), extras=extras)

@@ -55,7 +55,8 @@ TAKEOVER = (
     "takeover"  # begins the source of an episode with one, and names its facts in `extras`: turn, right, wrong, of
 )
 FIRST_TURNS = "first_turns"  # the field of a prompt with the ids of the turns that its rollouts begin with
-KEY_TURN = "key_turn"  # and the field with the corrected turn after them: `right`, `wrong`, and three `rewards`
+KEY_TURN = "key_turn"  # and the field with the corrected turn: `right`, `wrong`, three `rewards`, the episode's `key`
+ROUNDING = 1e-9  # room when sums of rewards are compared
 FAILURES = ("timeouts", "errors", "lost")
 COUNTS = ("calls", "malformed", *FAILURES)  # noted with every rollout that has any
 ASKED = ("conversations", "retries", "dropped", "refused", "unused")  # of agents that ask for turns
@@ -318,8 +319,7 @@ class Playing:
         while self._stored:
             own, part = self._stored[0]
             if not own:
-                written = self.ids if self._read is None else self.ids[self._start :]
-                return self.turn_ended(why_over(written, self.turn_request(), self.dialogue.tokenizer) or "length")
+                return self._written_turn()
             self._stored.pop(0)
             if self._draws_again:  # its tokens are compared with these as they are drawn
                 known = part
@@ -333,12 +333,19 @@ class Playing:
                 elif not np.array_equal(known, turn.ids):
                     raise self._differently(self._turn)
                 self.ids += turn.ids.tolist()
-                return self.turn_ended(why_over(self.ids, self.turn_request(), self.dialogue.tokenizer) or "length")
+                return self._written_turn()
+        if self._given.alone and len(self.ids) > self._start:  # an earlier process wrote it, and its answer is missing
+            return self._written_turn()
         if self._given.alone:
             self.stop = "length"
             self._end(sink)
             return None
         return self.turn_request()
+
+    def _written_turn(self) -> Turn | Malformed:
+        """The current turn, which is written already."""
+        written = self.ids if self._read is None else self.ids[self._start :]
+        return self.turn_ended(why_over(written, self.turn_request(), self.dialogue.tokenizer) or "length")
 
     def turn_request(self) -> SampleRequest:
         """A request for the turn that begins, or continues, after the tokens so far."""
@@ -371,7 +378,7 @@ class Playing:
         if isinstance(turn, Malformed):
             turn = Turn(self._turn, "", np.array(self.ids[self._start :], dtype=np.int32), "stop")
         if self._turn == len(self._given.turns):
-            self._key_turn = turn.text.strip()
+            self._key_turn = response_text(turn.ids, self.dialogue.tokenizer, self.dialogue.stop_ids).strip()
         self._turn += 1
         self._rewards.append(step.reward)
         self._feedback.append(step.feedback)
@@ -482,10 +489,12 @@ def split_turns(rollout: Rollout, prompt: Prompt, said: Sequence[Sequence[Messag
 
 
 def given_turns(dialogue: Dialogue, prompt: Prompt, step: int | None) -> GivenTurns:
-    """The turns before the student's first: stored ones of the prompt, or those of a curriculum's oracle."""
+    """The turns before the student's first: stored ones of the prompt, whose episode opens as theirs did, or those of a curriculum's oracle."""
     stored = prompt.fields.get(FIRST_TURNS)
     if stored is not None:
-        return GivenTurns([GivenTurn(np.array(ids, dtype=np.int32), Author.DATA) for ids in stored])
+        key = prompt.fields.get(KEY_TURN, {}).get("key")  # runs of earlier versions have none
+        turns = [GivenTurn(np.array(ids, dtype=np.int32), Author.DATA) for ids in stored]
+        return GivenTurns(turns, None if key is None else int(key))
     oracle = dialogue.environment.oracle_turns(prompt, step)
     return GivenTurns([GivenTurn(dialogue.written(text), Author.DATA) for text in oracle])
 
@@ -498,7 +507,7 @@ def key_rewards(
     >>> key_rewards([None, 0.0, 0.0], 1, "e", {"right": "e", "wrong": "n", "rewards": [0.5, 0.1, 0.0]})
     [0.0, 0.5, 0.0]
     """
-    if written is None or sum(reward or 0.0 for reward in rewards) >= 1:
+    if written is None or math.fsum(reward or 0.0 for reward in rewards) >= 1 - ROUNDING:
         return list(rewards)
     as_corrected, other, again = key["rewards"]
     earned = as_corrected if written == key["right"] else again if written == key["wrong"] else other

@@ -167,6 +167,8 @@ class ReplayedPrompts(PromptSource):
         return self
 
     def check(self, view: StageView) -> Iterable[str]:
+        if self.turn_into == "turns" and self.environment is None and view.rollout.environment is None:
+            yield f"source {self.source!r} with turn_into turns begins in mid-episode. Set rollout.environment."
         if self.turn_into != "answers":
             return
         rollout = view.rollout
@@ -404,7 +406,8 @@ class TurnedSource:
         """The prompt with the turns before the takeover, and what was right and wrong in that turn."""
         facts = rollout.extras[TAKEOVER]
         turns = [rollout.response_ids[first:end].tolist() for first, end in own_turns(rollout)]
-        key = {"right": facts["right"], "wrong": facts["wrong"], "rewards": list(self._spec.key_rewards)}
+        key = {name: facts[name] for name in ("right", "wrong", "key") if name in facts}
+        key["rewards"] = list(self._spec.key_rewards)
         prompt = replace(prompt, fields={**prompt.fields, FIRST_TURNS: turns[: facts["turn"]], KEY_TURN: key})
         return prompt if self._opened is None else self._opened(prompt)
 
@@ -438,6 +441,8 @@ class TurnedSource:
     def scan(self, scan: Scan) -> ScannedSource:
         prompts = [self.train(index) for index in range(self.size or 0)]
         rendered = render_prompts(prompts, scan.tokenizer, scan.template_kwargs)
+        if self._spec.turn_into == "turns":
+            self._require_rendered_alike(rendered)
         reasons = [f"rollout {number}: {ids}" for number, ids in enumerate(rendered) if isinstance(ids, DataError)]
         lengths = np.array([-1 if isinstance(ids, DataError) else len(ids) for ids in rendered])
         bad = (lengths < 0) | (lengths > scan.limit)
@@ -449,6 +454,16 @@ class TurnedSource:
             raise bad_rows_error(self.name, int(bad.sum()), len(bad), reasons[:5])
         note = f"prompts {self.name}: {int(bad.sum()):,} of {len(bad):,} rollouts are skipped" if bad.any() else ""
         return ScannedSource(lengths[~bad], bad, note)
+
+    def _require_rendered_alike(self, rendered: Sequence[np.ndarray | DataError]) -> None:
+        """Check that the prompts have the ids that their episodes began with, because the turns are copied as ids."""
+        for row, ids in zip(self._rows, rendered, strict=True):
+            (rollout,) = self._answers.run.store.load_rows([row])
+            if not isinstance(ids, DataError) and not np.array_equal(ids, rollout.prompt_ids):
+                raise DataError(
+                    f"prompts {self.name!r}: prompt {rollout.prompt_id!r} is rendered to different ids than in the run that played it: it has "
+                    "another tokenizer or chat template, other chat_template_kwargs, or a source that has changed. Restore them."
+                )
 
     def keep_apart(self, others: list[Source]) -> None:
         pass

@@ -12,8 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import opd
-from opd.common.errors import RecipeError
+from opd.common.errors import DataError, RecipeError
+from opd.data.sources import Opening, Scan, prompt_source
 from opd.data.tasks import MOVES, World, get_task
+from opd.engines.requests import request_key
+from opd.environments.dialogue import DialogueEpisode
 from opd.loop import takeover
 from opd.loop.takeover import first_wrong
 from opd.models.load import load_tokenizer
@@ -21,7 +24,9 @@ from opd.objective.batch import own_turns
 from opd.recipe import load_recipe
 from opd.records import Author, Prompt, Rollout
 from opd.registry import find
-from opd.rollouts.episodes import TAKEOVER, Dialogue, key_rewards
+from opd.rollouts.environments import Step
+from opd.rollouts.episodes import KEY_TURN, TAKEOVER, Dialogue, key_rewards
+from opd.rollouts.settings import Takeover
 from opd.store import RolloutStore
 from tests.support.interrupted import Crash
 
@@ -131,6 +136,7 @@ def test_a_corrected_episode_begins_exactly_as_the_one_it_corrects(score: opd.Ru
             assert ours.tobytes() == theirs.tobytes(), column
         assert set(rollout.author[first:end].tolist()) == {int(Author.TEACHER)}
         assert rollout.response_ids[first:end].tolist() == facts["ids"]
+        assert facts["key"] == str(request_key(0, rollout.prompt_id, rollout.visit, 0))  # of its first
         texts = [tokenizer.decode(turn, skip_special_tokens=True).strip() for turn in turns_of(before)]
         world = world_of(task.prompt("train", int(rollout.prompt_id.rpartition("/")[2])))
         assert wrong_turn(world, texts) == facts["turn"]
@@ -159,6 +165,16 @@ def test_reinforcement_begins_at_the_corrected_turn(score: opd.Run) -> None:
         assert not any(rewards[: len(given)])
 
 
+def test_prompts_that_begin_there_keep_the_key_and_the_ids_of_their_episodes(score: opd.Run) -> None:
+    source = prompt_source(f"run:{score.directory}", stage="corrections", turn_into="turns").open(Opening("run:x"))
+    facts = [one.extras[TAKEOVER] for one in loaded(score, "corrections").values() if TAKEOVER in one.extras]
+    assert {source.train(number).fields[KEY_TURN]["key"] for number in range(source.size or 0)} <= {one["key"] for one in facts}  # fmt: skip
+    tokenizer = load_tokenizer("tiny/generalist")
+    tokenizer.chat_template = "{{ messages[0]['content'] }}?"
+    with pytest.raises(DataError, match="rendered to different ids than in the run that played it"):
+        source.scan(Scan(tokenizer, 10_000, "a test"))
+
+
 @given(
     st.lists(st.sampled_from([None, 0.0, 1.0]), min_size=1, max_size=5),
     st.data(),
@@ -172,6 +188,58 @@ def test_the_reward_of_the_key_turn(rewards: list[float | None], data: st.DataOb
         assert found == rewards
     else:
         assert sum(found) == found[turn] == {"right": 0.5, "wrong": 0.0, "?": 0.1}[written]  # type: ignore[arg-type]
+
+
+def test_rounding_makes_no_failure() -> None:
+    key = {"right": "right", "wrong": "wrong", "rewards": [0.5, 0.1, 0.0]}
+    assert key_rewards([0.1] * 10, 0, "?", key) == [0.1] * 10
+    assert not takeover._failed(Takeover(), 1 - 2**-53)
+    assert takeover._failed(Takeover(), 0.999)
+
+
+def test_takeovers_that_fail_until_nothing_is_left_to_correct_replace_nothing(tmp_path: Path) -> None:
+    """The teacher plays to the end as it corrects: after its first correction there is none. Nothing earns a reward of 2."""
+    again = {"attempts": 3, "rest": "teacher", "threshold": 2.0}
+    changes = {"samples": 1, "temperature": 0, "takeover": again}
+    run = opd.run(RECIPE | {"rollout": RECIPE["rollout"] | changes}, out=tmp_path / "run")
+    tried = len(run.rollouts.entries) - 3
+    assert 0 < tried < 3 * 3
+    assert run.metrics[0]["takeover/wanted"] == 1
+    assert run.metrics[0]["takeover/replaced"] == 0
+
+
+def test_a_takeover_that_the_environment_loses_replaces_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    planned, step, begun = takeover._planned, DialogueEpisode.step, list[Any]()
+
+    def plan(*given: Any) -> Any:
+        begun.append(given)
+        return planned(*given)
+
+    monkeypatch.setattr(takeover, "_planned", plan)
+    lost = Step(done=True, feedback="lost", counts={"lost": 1})
+    monkeypatch.setattr(DialogueEpisode, "step", lambda self, turn: lost if begun else step(self, turn))
+    run = opd.run(RECIPE, overrides=["rollout.samples=1"], out=tmp_path / "run")
+    notes = [entry.notes for entry in run.rollouts.entries.values() if entry.source.startswith(TAKEOVER)]
+    assert notes
+    assert all(noted["lost"] == 1 for noted in notes)
+    assert run.metrics[0]["takeover/wanted"] > 0
+    assert run.metrics[0]["takeover/replaced"] == 0
+    assert "takeover/turn" not in run.metrics[0]
+
+
+def test_an_experience_is_written_next_to_all_takeovers(tmp_path: Path) -> None:
+    rollout = RECIPE["rollout"] | {"takeover": {"attempts": 2, "threshold": 2.0}, "max_new_tokens": 400}
+    rollout["experience"] = {"template": "{trajectories}!", "trajectories": 1, "max_new_tokens": 4}
+    teacher = {"model": "tiny/arithmetic", "view": {"kind": "template", "template": "{experience}/{prompt}"}}
+    run = opd.run(RECIPE | {"rollout": rollout, "teachers": {"arithmetic": teacher}}, out=tmp_path / "run")
+    entries = run.rollouts.entries
+    sources = [entry.source.partition(":")[0] for entry in entries.values()]
+    assert sources.count("experience") == 1
+    assert sources.count(TAKEOVER) > 6  # some in both attempts
+    (written,) = [name for name, entry in entries.items() if entry.source.startswith("experience")]
+    assert written.endswith("/7")  # after three times two samples, and a hint
 
 
 def test_a_teacher_corrects_the_first_turn_in_which_it_differs(tmp_path: Path) -> None:
@@ -250,6 +318,8 @@ def test_an_interrupted_takeover_continues_with_its_correction(tmp_path: Path, m
     [
         (["rollout.environment=null"], "no turns without an environment"),
         (["teachers={}", "objective={form: policy_gradient, advantage: {teacher_weight: 0, outcome_weight: 1}}"], "no teacher to play"),
+        (["teachers={start: {model: tiny/generalist, role: reference}}"], "no teacher to play"),
+        (["objective={form: pairwise, pairs: authors, chosen: teacher, rejected: student}"], "takeover or demonstrations.cut"),
         (["rollout.takeover.turn=2"], "belong to turn: wrong"),
         (["teachers.arithmetic={model: tiny/arithmetic, view: bytes}", "objective={form: uld}"], "rollout.takeover needs a teacher with the student's tokenizer"),
         (["teachers.arithmetic={kind: served, model: m, address: 'http://localhost:1'}"], "rollout.takeover needs a model in this process"),

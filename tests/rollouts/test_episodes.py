@@ -21,7 +21,18 @@ from opd.objective.batch import CALLS, FAILED_CALLS, own_turns
 from opd.records import Author, Finished, Message, Prompt, Rollout, SampledToken, SampleRequest, Sampling
 from opd.rollouts import environments
 from opd.rollouts.environments import Environment, Episode, Step, ToolEnvironment, Turn, json_schema, limited, tool_of
-from opd.rollouts.episodes import Dialogues, Playing, TurnSource, earned_by, played_metrics
+from opd.rollouts.episodes import (
+    FIRST_TURNS,
+    KEY_TURN,
+    Dialogues,
+    GivenTurn,
+    GivenTurns,
+    Playing,
+    TurnSource,
+    earned_by,
+    given_turns,
+    played_metrics,
+)
 from opd.rollouts.rollouter import MemorySink, answers, draw_into
 from opd.store import RolloutStore
 from opd.store.rollouts import Replay
@@ -471,8 +482,10 @@ def begun(store: RolloutStore, request: SampleRequest) -> None:
     )
 
 
-def continued(store: RolloutStore, environment: Environment, tokenizer: Any, texts: Sequence[str]) -> None:
-    """Sample a rollout, or the rest of it, into the store."""
+def continued(
+    store: RolloutStore, environment: Environment, tokenizer: Any, texts: Sequence[str], given: Sequence[str] = ()
+) -> None:
+    """Sample a rollout, or the rest of it, into the store. `given`: all of its turns, if they are not sampled."""
     prompt = opened(environment)
     request = request_for(prompt, tokenizer, "main/p/0/0")
     durable = None
@@ -480,7 +493,9 @@ def continued(store: RolloutStore, environment: Environment, tokenizer: Any, tex
         (durable,) = store.partial([request.id])
     else:
         begun(store, request)
-    played = Playing(Dialogues(tokenizer, request.sampling.stop_ids).of(prompt), request, prompt, durable, Replay(store, request.id))  # fmt: skip
+    dialogue = Dialogues(tokenizer, request.sampling.stop_ids).of(prompt)
+    known = GivenTurns([GivenTurn(dialogue.written(text), Author.DATA) for text in given], alone=True)
+    played = Playing(dialogue, request, prompt, durable, Replay(store, request.id), given=known if given else None)
     draw_into(ScriptedSampler(tokenizer, {request.id: list(texts)}), [request], store, playing={request.id: played})
     store.commit(sync=True)
 
@@ -509,6 +524,21 @@ def interrupted(path: Path, environment: Environment, tokenizer: Any, turn: int)
         patch.setattr(__name__ + ".ScriptedSampler", DurableSampler)
         continued(RolloutStore(path), environment, tokenizer, TEXTS[turn + 1 :])
     return list(Ledger.executed)
+
+
+@pytest.mark.parametrize("history", ["keep", "split"])
+def test_a_given_turn_whose_answer_is_missing_is_played(history: str, tmp_path: Path, tokenizer: Any) -> None:
+    continued(RolloutStore(tmp_path / "whole"), Ledger(history=history), tokenizer, [], TEXTS)
+    Ledger.dies = 1
+    with pytest.raises(TrainingError, match="killed"):
+        continued(RolloutStore(tmp_path / "run"), Ledger(history=history), tokenizer, [], TEXTS)
+    Ledger.dies = -1
+    continued(RolloutStore(tmp_path / "run"), Ledger(history=history), tokenizer, [], TEXTS)
+    whole, run = (RolloutStore(tmp_path / name, read_only=True) for name in ("whole", "run"))
+    (one,), (other,) = (store.load(["main/p/0/0"]) for store in (whole, run))
+    assert one.stop == other.stop == "env"
+    assert one.response_ids.tolist() == other.response_ids.tolist()
+    assert whole.entries["main/p/0/0"].notes == run.entries["main/p/0/0"].notes
 
 
 @pytest.mark.parametrize("kind", [Ledger, OwnLedger])
@@ -609,6 +639,16 @@ def test_a_fresh_log_of_steps_does_not_wait_for_the_disk(tmp_path: Path, tokeniz
 
 
 # Prompts and recipes
+
+
+def test_the_first_turn_after_the_given_ones_is_compared_also_if_its_call_is_malformed(tokenizer: Any) -> None:
+    key = {"right": "42", "wrong": "<tool_call>{", "rewards": [0.5, 0.1, 0.05], "key": str(2**64 - 1)}
+    prompt = replace(opened(Trouble(tool_calls="json")), fields={FIRST_TURNS: [], KEY_TURN: key})
+    assert given_turns(Dialogues(tokenizer, (tokenizer.eos_token_id,)).of(prompt), prompt, None).key == 2**64 - 1
+    notes: dict[str, dict[str, Any]] = {}
+    sampler = ScriptedSampler(tokenizer, {"p": ["<tool_call>{", "41"]})
+    answers(sampler, [request_for(prompt, tokenizer)], prompts={"p": prompt}, tokenizer=tokenizer, notes=notes)
+    assert notes["p"]["turn_rewards"] == [0.05, 0.0]
 
 
 class Greeter(Environment):

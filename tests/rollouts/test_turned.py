@@ -124,6 +124,7 @@ def test_a_later_stage_trains_on_them_and_resumes_exactly(
         ({"where": {"least_reward": 1, "most_reward": 0}}, "must not be more than most_reward"),
         ({"where": {"least_tokens": 9, "most_tokens": 3}}, "must not be more than most_tokens"),
         ({"turn_into": "text", "ask": "again {"}, "single '{'"),
+        ({"turn_into": "turns"}, "begins in mid-episode"),
     ],
 )  # fmt: skip
 def test_settings_that_mean_nothing_are_rejected(source: dict[str, Any], why: str) -> None:
