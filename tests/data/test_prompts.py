@@ -13,6 +13,7 @@ from opd.common.errors import DataError, RecipeError
 from opd.data.prompts import render_completion, render_prompt, response_text
 from opd.data.sources import SOURCES, open_source, open_sources, prompt_source, prompts
 from opd.data.stream import PromptStream
+from opd.models.load import load_tokenizer
 from opd.recipe import load_recipe
 from opd.records import Prompt, Sample
 from opd.rewards import verify
@@ -329,3 +330,10 @@ def test_rows_under_a_key_of_one_object_are_reported(tmp_path: Path, indent: int
         prompts(str(path))
     path.write_text(json.dumps({"prompt": "a", "data": [{"x": 1}]}))
     assert len(prompts(str(path))) == 1
+
+
+def test_long_texts_are_rendered_without_a_warning_of_the_tokenizer() -> None:
+    tokenizer = load_tokenizer("tiny/generalist")
+    prompt = Prompt("p", "d", text="1" * (tokenizer.model_max_length + 1))
+    assert render_prompt(prompt, tokenizer).size > tokenizer.model_max_length
+    assert not tokenizer.deprecation_warnings  # it remembers there what it has warned about

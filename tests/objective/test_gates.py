@@ -332,6 +332,20 @@ def test_roc_keeps_right_and_wrong_answers_in_proportion() -> None:
     assert len(kept) == 4  # one of the two wrong ones; none of the group without contrast
 
 
+@pytest.mark.parametrize("right", range(1, 7))
+def test_half_of_a_group_stays_in_the_recipe_with_tools(right: int) -> None:
+    (stage,) = load_recipe("methods/rstar2-tools").stages
+    (keep,) = stage.objective[0].gate
+    items = [rollout(f"r{number}", [1], [5], group="g") for number in range(stage.rollout.samples)]
+    batch = Batch(items, {}, {item.id: float(number < right) for number, item in enumerate(items)})
+    found = plan({"form": "policy_gradient", "advantage": {"teacher_weight": 0, "outcome_weight": 1}, "gate": {"kind": "keep", **keep.model_dump()}}, batch)  # fmt: skip
+    kept = opened(found)
+    assert len(kept) == 4
+    of_right = sum(batch.rewards[name] == 1.0 for name in kept)
+    assert 1 <= of_right <= 3
+    assert abs(of_right - right / 2) <= 0.5
+
+
 def test_the_cleanest_right_answers_had_the_fewest_failed_calls() -> None:
     calls = [
         (4, 1),

@@ -189,8 +189,8 @@ def test_a_matched_limit_reaches_a_score_in_fewer_tokens(tmp_path: Path) -> None
     for name, schedule in schedules.items():
         recipe = {
             "student": "tiny/generalist", "teachers": {"spelling": "tiny/spelling"}, "prompts": [{"source": "task:reverse", "domain": "spelling"}],
-            "rollout": {"prompts": 32, "max_new_tokens": 16, "length_schedule": schedule}, "train": {"steps": 5, "lr": 1e-3, "warmup": 5},
-            "eval": {"prompts": 200, "every": 2, "teachers": False}, "log": {"start_table": False}, "device": "cpu", "threads": 1,
+            "rollout": {"prompts": 32, "max_new_tokens": 16, "length_schedule": schedule}, "train": {"steps": 10, "lr": 1e-3, "warmup": 5},
+            "eval": {"prompts": 200, "every": 2, "teachers": False, "early_stop": {"kind": "target", "value": 0.9}}, "log": {"start_table": False}, "device": "cpu", "threads": 1,
         }  # fmt: skip
         run, spent = opd.run(recipe, out=tmp_path / name), 0
         assert run.summary["stages"][0]["evals"]["spelling"]["before"] < 0.7
@@ -198,6 +198,7 @@ def test_a_matched_limit_reaches_a_score_in_fewer_tokens(tmp_path: Path) -> None
             spent += line["tokens"]
             if line.get("eval/spelling", 0) >= 0.9:
                 tokens.setdefault(name, spent)
+    assert tokens.keys() == schedules.keys()  # both reached it
     assert tokens["matched"] < 0.85 * tokens["full"]
 
 
