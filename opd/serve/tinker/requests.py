@@ -205,7 +205,7 @@ class SampleBody(Body):
         targets = None
         if self.target_prompt_logprobs is not None:
             targets = self.target_prompt_logprobs.array(len(ids) - 1)
-            if targets.size and (targets.min() < -1 or targets.max() >= size):
+            if targets.size and targets.max() >= size:
                 raise WireError(400, f"target_prompt_logprobs: ids are 0 to {size - 1}, or -1")
         return SampleQuestion(
             np.array(ids, dtype=np.int64), self.num_samples, sampling, self.sampling_params.seed,
