@@ -628,6 +628,17 @@ def chat(
     converse(talk, questions(lambda: input("you> " if sys.stdin.isatty() else "")))
 
 
+def _require_only(context: typer.Context, flag: str, taken: Sequence[str]) -> None:
+    """Raise an error if an option was given that has no meaning with a flag."""
+    for name in sorted(context.params.keys() - {flag, *taken}):
+        source = context.get_parameter_source(name)
+        if source is not None and source.name == "COMMANDLINE":
+            raise UserError(
+                f"--{name.replace('_', '-')} does not belong to --{flag}: its run is set by RECIPE [KEY=VALUE]..., "
+                "for example device=cpu. Remove it."
+            )
+
+
 class Precision(StrEnum):
     float32 = "float32"
     bfloat16 = "bfloat16"
@@ -635,6 +646,7 @@ class Precision(StrEnum):
 
 @app.command()
 def serve(
+    context: typer.Context,
     models: Annotated[
         list[str], typer.Argument(metavar="MODEL|NAME=MODEL...", help="Models that score for runs elsewhere.")
     ],
@@ -673,12 +685,12 @@ def serve(
     if student:
         from opd.serve.student import serve_student
 
+        _require_only(context, "student", ("models", "host", "port", "token_env"))
         return serve_student(models, host, port, token_env, to_stderr)
-    from opd.serve.server import ServeSettings
-    from opd.serve.server import serve as start
+    from opd.serve import server
     from opd.teachers.served import RequestLimits
 
-    settings = ServeSettings(
+    settings = server.ServeSettings(
         host,
         port,
         token_env,
@@ -692,7 +704,7 @@ def serve(
         revision or (),
         checkpoints if tinker else None,
     )
-    start(models, adapter or (), settings, to_stderr)
+    server.serve(models, adapter or (), settings, to_stderr)
 
 
 @app.command()

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import functools
 import http.client
 import itertools
 import json
 import os
 import socket
+import subprocess
 import sys
 import threading
 import time
@@ -20,15 +22,15 @@ import numpy as np
 import pytest
 
 import opd
-from opd.common.errors import RemoteError, TrainingError, UserError
+from opd.common.errors import RecipeError, RemoteError, TrainingError, UserError
 from opd.data.prompts import render_prompt
 from opd.environments.agent import AgentEnvironment
 from opd.environments.agent_turns import AgentPlaying
 from opd.environments.chat_protocols import ChatError, read_body
-from opd.environments.chat_server import AgentSession, AgentSessions, PendingChat
-from opd.records import Author, EnvironmentRecord, Finished, Prompt, Rollout, SampledToken, SampleRequest, Sampling
+from opd.environments.chat_server import AgentSession, AgentSessions, ChatServer, PendingChat
+from opd.records import Author, Finished, Prompt, Rollout, SampledToken, SampleRequest, Sampling
 from opd.registry import StageView
-from opd.rollouts.episodes import PARTS, TURN_OF, Dialogue, split_conversations
+from opd.rollouts.episodes import PARTS, TURN_OF, split_conversations
 from opd.rollouts.rollouter import answers
 from opd.serve.student import serve_student
 from tests.support.chat_templates import OWN, template_tokenizer
@@ -245,8 +247,53 @@ def test_a_repeated_request_may_be_answered_anew(play: Callable[..., Played]) ->
     assert found.notes["conversations"] == 2
 
 
+def test_a_lost_answer_is_given_to_one_repeated_request_only(
+    play: Callable[..., Played], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said, lost = [], iter([True])
+
+    def answered(self: PendingChat, result: Any) -> None:
+        self.left = next(lost, False)  # the client of the first request is gone
+        give(self, result)
+
+    give = PendingChat.give
+    monkeypatch.setattr(PendingChat, "give", answered)
+    found = play(lambda client: said.extend(client.chat([HI])["content"] for _ in range(3)), repeats="sample")
+    assert said == ["a", "a", "b"]
+    assert found.notes["retries"] == 1
+
+
+def test_a_server_on_an_address_of_ipv6_whose_programs_have_ended() -> None:
+    try:
+        server = ChatServer(AgentSessions(), "::1")
+    except UserError:
+        pytest.skip("no IPv6 on this machine")
+    session = server.sessions.open({"prompt": "x"}, own=True)
+    client = Client(server.url)
+    assert client.ask("/v1/prompt", token=session.token) == (200, {"prompt": "x"})
+    server.sessions.close(session)
+    assert client.ask("/v1/prompt", token=session.token)[0] == 410
+    assert client.ask("/v1/prompt", token="wrong")[0] == 401
+    server.shutdown()
+    server.server_close()
+
+
+def test_a_machine_without_room_does_not_blame_the_recipe(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(code: int) -> None:
+        def no_process(*args: Any, **settings: Any) -> None:
+            raise OSError(code, os.strerror(code))
+
+        monkeypatch.setattr(subprocess, "Popen", no_process)
+        AgentEnvironment(command=["agent"]).open(Prompt(id="p", domain="", text="x"), 0)
+
+    with pytest.raises(OSError, match="Too many open files"):
+        fails(errno.EMFILE)
+    with pytest.raises(RecipeError, match="does not start: Exec format error"):
+        fails(errno.ENOEXEC)
+
+
 def test_a_dropped_connection_loses_nothing(play: Callable[..., Played], monkeypatch: pytest.MonkeyPatch) -> None:
-    said, entered, ask = [], list[PendingChat](), AgentSession.ask
+    said, entered, ask = list[Any](), list[PendingChat](), AgentSession.ask
 
     def asked(self: AgentSession, pending: PendingChat, there: Callable[[], bool]) -> Any:
         entered.append(pending)
@@ -610,38 +657,6 @@ def test_a_last_line_that_is_no_reward_gives_none(tmp_path: Path, last: str) -> 
     assert "lost" not in notes
 
 
-class Steps:
-    """A log of steps that two processes share."""
-
-    def __init__(self, records: dict[int, EnvironmentRecord]) -> None:
-        self.records, self.order = records, 0
-
-    @property
-    def logged(self) -> EnvironmentRecord | None:
-        return self.records.get(self.order)
-
-    def call(self, key: Any, execute: Callable[[], Any]) -> Any:
-        self.records[self.order] = EnvironmentRecord(self.order, key, execute(), True)
-        self.order += 1
-        return self.records[self.order - 1].result
-
-    def sync(self) -> None: ...
-
-
-def test_a_program_with_effects_outside_starts_once_although_no_token_was_sampled(tmp_path: Path) -> None:
-    tokenizer, stop_ids = template_tokenizer(OWN["chatml"])
-    environment = AgentEnvironment(command=program(tmp_path, "raise SystemExit(0)"), program_effects="outside")
-    prompt = environment.opened(Prompt(id="p", domain="", messages=(HI,)), {})
-    request = SampleRequest("r", render_prompt(prompt, tokenizer), 7, Sampling(400, stop_ids=stop_ids))
-    records, started = dict[int, EnvironmentRecord](), []
-    for _ in range(2):
-        playing = AgentPlaying(Dialogue(environment, tokenizer, stop_ids, {}), request, prompt, log=Steps(records))
-        playing.open()
-        started.append(playing._episode is not None)
-        playing.close()
-    assert started == [True, False]
-
-
 def test_settings_that_mean_nothing_are_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def mistakes(**settings: Any) -> str:
         return " ".join(AgentEnvironment(**settings).check(StageView(None, None, ())))  # type: ignore[arg-type]
@@ -697,6 +712,33 @@ def test_an_interrupted_run_continues_with_the_same_bits(tmp_path: Path, monkeyp
         np.testing.assert_allclose(one.logprob, other.logprob, rtol=1e-4, atol=1e-5)
         assert whole.rollouts.entries[name].notes == run.rollouts.entries[name].notes
     assert [line["loss"] for line in run.metrics] == pytest.approx([line["loss"] for line in whole.metrics], rel=1e-4)
+
+
+def test_a_program_with_effects_outside_starts_once_although_no_token_was_sampled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    starts = tmp_path / "starts"
+    source = f"import json, sys\nopen({str(starts)!r}, 'a').write('%s\\n' % json.loads(sys.stdin.readline())['seed'])"
+    plan = recipe(
+        program(tmp_path, source),
+        environment={"program_effects": "outside", "workers": 2},
+        train={"steps": 1, "lr": 1e-3},
+    )
+    original = AgentPlaying.accept
+
+    def crash(self: Any, step: Any, sink: Any) -> Any:
+        raise RuntimeError("killed")
+
+    monkeypatch.setattr(AgentPlaying, "accept", crash)
+    with pytest.raises(RuntimeError, match="killed"):
+        opd.run(plan, out=tmp_path / "run")
+    assert 1 <= len(starts.read_text().split()) <= 2
+    monkeypatch.setattr(AgentPlaying, "accept", original)
+    run = opd.resume(tmp_path / "run")
+    seeds = starts.read_text().split()
+    assert len(seeds) == len(set(seeds)) <= 4
+    feedback = [entry.notes["feedback"] for entry in run.rollouts.entries.values()]
+    assert sum("must not be started twice" in one for one in feedback) >= 1
 
 
 def serve_conversations(environment: AgentEnvironment, over: threading.Event) -> None:

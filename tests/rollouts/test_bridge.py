@@ -188,3 +188,11 @@ def test_half_a_surrogate_pair_in_a_message_is_replaced() -> None:
         bridge.ids([{"role": "user", "content": f"a {half} b"}], stopped=True).tolist() for half in ("\ud800", "\ufffd")
     ]
     assert ids[0] == ids[1]
+
+
+def test_names_of_messages_hold_no_special_tokens() -> None:
+    bridge = Bridge(*template_tokenizer(OWN["chatml"]))
+    found = bridge.harmless_message(
+        {"role": "tool", "content": "a", "name": "b<|im_end|>", "tool_call_id": "<|im_end|>"}
+    )
+    assert found == {"role": "tool", "content": "a", "name": "b< |im_end|>", "tool_call_id": "< |im_end|>"}

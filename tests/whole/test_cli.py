@@ -143,6 +143,8 @@ def test_a_plan_counts_no_more_tokens_than_a_step_has() -> None:
         (["resume", "/dev/null"], "not a run directory"),
         (["store", "check", "/dev/null"], "no rollout log"),
         (["store", "repair", "nowhere"], "no rollout log"),
+        (["serve", "--student", "quickstart", "--token-env", "A", "--device", "cpu"], "--device does not belong"),
+        (["serve", "--student", "quickstart", "--token-env", "A", "--tinker"], "--tinker does not belong"),
     ],
 )
 def test_mistakes_are_one_message_and_exit_code_2(
