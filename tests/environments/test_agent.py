@@ -250,7 +250,7 @@ def test_a_repeated_request_may_be_answered_anew(play: Callable[..., Played]) ->
 def test_a_lost_answer_is_given_to_one_repeated_request_only(
     play: Callable[..., Played], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    said, lost = [], iter([True])
+    said, lost = list[str](), iter([True])
 
     def answered(self: PendingChat, result: Any) -> None:
         self.left = next(lost, False)  # the client of the first request is gone
