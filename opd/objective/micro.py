@@ -79,7 +79,7 @@ class TokenStatistics:
     @classmethod
     def empty(cls, count: int) -> TokenStatistics:
         nothing = [np.full(count, np.nan) for _ in range(3)]
-        return cls(reverse_kl=nothing[0], entropy=nothing[1], mismatch=nothing[2])
+        return cls(reverse_kl=nothing[0], entropy=nothing[1], mismatch=nothing[2], overlap=np.empty(0))
 
 
 @dataclass(frozen=True, eq=False)

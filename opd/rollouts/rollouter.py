@@ -251,8 +251,15 @@ class Rollouter:
         }
         requests, finished, continued = self.ranks.share(partial(self._requests, planned, version, prompts))
         for (source, author), wanted in requests.items():
-            played = any(planned[request.id].in_environment for request in wanted)
-            self._sample(writers[source, author].sampler(source, self.context), wanted, AUTHORS[author], played)
+            sampler, by = writers[source, author].sampler(source, self.context), AUTHORS[author]
+            if isinstance(sampler, LoggingSampler):
+                for count in sampler.keep(wanted, by):
+                    for _ in range(count):
+                        self.on_token()
+            elif isinstance(sampler, SharedSampler) and any(planned[request.id].in_environment for request in wanted):
+                sampler.lead(partial(self._draw, wanted, by))
+            else:
+                self._draw(wanted, by, sampler, self.check_stop)
         self.store.commit(sync=durable)
         self.consumed = None if self.consumed is None else self.consumed + len(planned)
         return Written(list(planned), finished, continued, resumed=finished + continued > 0)
@@ -293,9 +300,10 @@ class Rollouter:
                 request = SampleRequest(rollout_id, read, key, plan.sampling or self.sampling)
                 if begun is not None and begun.response_ids.size:
                     request = self._resumed(request, begun, writer, version)
-                if plan.in_environment:
+                environment = None if plan.group_suffix else visit.prompt.environment
+                if environment is not None:
                     request = replace(request, prefix_ids=None)
-                    self._playing[rollout_id] = visit.prompt.environment.player()(
+                    self._playing[rollout_id] = environment.player()(
                         self._dialogues.of(visit.prompt),
                         request,
                         visit.prompt,
@@ -491,20 +499,6 @@ class Rollouter:
         known = {name: notes[name] for name in kept if name in notes}
         if known:
             self.store.note(rollout_id, **known)
-
-    def _sample(
-        self, sampler: TokenSampler | LoggingSampler, requests: Sequence[SampleRequest], author: Author, played: bool
-    ) -> None:
-        """`played`: whether any of them is played in an environment."""
-        if isinstance(sampler, LoggingSampler):
-            for count in sampler.keep(requests, author):
-                for _ in range(count):
-                    self.on_token()
-            return
-        if played and isinstance(sampler, SharedSampler):
-            sampler.lead(partial(self._draw, requests, author))
-        else:
-            self._draw(requests, author, sampler, self.check_stop)
 
     def _draw(
         self, requests: Sequence[SampleRequest], author: Author, sampler: TokenSampler, check_stop: Callable[[], None]

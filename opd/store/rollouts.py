@@ -137,7 +137,7 @@ class Table:
 
     def append(self, **values: Any) -> int:
         if not self._owned or self.count == len(next(iter(self._arrays.values()))):
-            self._grow(max(64, 2 * self.count))
+            self._grow(max(1024, 2 * self.count))
         for name, value in values.items():
             self._arrays[name][self.count] = value
         self.count += 1

@@ -53,7 +53,9 @@ class Page:
         ids, places_N = np.concatenate([text.ids for text in texts]).astype(np.int64), np.concatenate(places)
         return cls(
             upload(ids, device),
-            Packed.of([length for text in texts for length in text.lengths], device),
+            Packed.of(
+                [length for text in texts for length in (text.lengths if text.breaks else [text.length])], device
+            ),
             upload(places_N - 1, device),
             upload(ids[places_N], device),
             [place.size for place in places],
