@@ -104,11 +104,11 @@ def part_in_words(part: Mapping[str, Any]) -> str:
     'after step 10: train.steps 10 → 20; learning rate 0.1 at step 10, 0.5 at step 11 (linear over 20 steps)'
     """
     after, rates = part["after"], part["lr"]
-    told = "; ".join(KeyChange(key, *values).in_words() for key, values in part["keys"].items())
+    changes = "; ".join(KeyChange(key, *values).in_words() for key, values in part["keys"].items())
     if rates is None:
-        return f"after step {after}: {told}"
+        return f"after step {after}: {changes}"
     moved = f"learning rate {rates[0]:.6g} at step {after}, {rates[1]:.6g} at step {after + 1}"
-    return f"after step {after}: {told}; {moved} ({part['schedule']})"
+    return f"after step {after}: {changes}; {moved} ({part['schedule']})"
 
 
 def changes_in_words(changes: Sequence[Mapping[str, Any]], stages: int) -> list[str]:

@@ -200,9 +200,9 @@ def _same_text(output: str, wanted: str) -> bool:
     return ours == theirs
 
 
-def _same_value(told: Any, wanted: Any) -> bool:
+def _same_value(sent: Any, wanted: Any) -> bool:
     try:
-        found = decode(told, _refuse)
+        found = decode(sent, _reject)
         if isinstance(wanted, float) and isinstance(found, (int, float)):
             return math.isclose(found, wanted)
         return bool(found == wanted)
@@ -210,5 +210,5 @@ def _same_value(told: Any, wanted: Any) -> bool:
         return False
 
 
-def _refuse(tag: str, inner: Any) -> Any:
+def _reject(tag: str, inner: Any) -> Any:
     raise ValueError(f"{tag} is not a plain value")

@@ -554,8 +554,8 @@ class ResumePoint:
         return [*paths, None if self.result is None else self.result.state(), self.unreported]
 
     @classmethod
-    def of_plain(cls, told: Sequence[Any], folder: Path) -> ResumePoint:
-        output, checkpoint, result, unreported = told
+    def of_plain(cls, values: Sequence[Any], folder: Path) -> ResumePoint:
+        output, checkpoint, result, unreported = values
         return cls(
             None if output is None else Path(output),
             None if checkpoint is None else Path(checkpoint),

@@ -685,8 +685,8 @@ def shown_room(spec: Stage, sources: Sequence[Source], tokenizer: Any, context: 
 
 def _experience(spec: Experience, new_tokens: int, prompt: Prompt) -> Prompt | None:
     """The question about answers of the greatest length, at four characters per token."""
-    told = "\n\n".join([question(prompt) + "x " * 2 * new_tokens] * spec.trajectories)
-    found: Prompt | None = spec.question.rewrite(replace(prompt, fields={**prompt.fields, TRAJECTORIES: told}))
+    trajectories = "\n\n".join([question(prompt) + "x " * 2 * new_tokens] * spec.trajectories)
+    found: Prompt | None = spec.question.rewrite(replace(prompt, fields={**prompt.fields, TRAJECTORIES: trajectories}))
     return found
 
 

@@ -65,21 +65,21 @@ class RunLock:
 
     def take_with_wait(self) -> RunLock:
         """For a restarted job: a file server keeps the lock of a lost machine for a while."""
-        until, told = time.monotonic() + LEASE, False
+        until, announced = time.monotonic() + LEASE, False
         while True:
             try:
                 return self.take()
             except RunLocked:
                 if not elsewhere(self.directory) or time.monotonic() >= until:
                     raise
-            if not told:
+            if not announced:
                 who = describe(self.directory)
                 from opd.common.http import to_stderr  # keeps `opd --help` fast
 
                 to_stderr(
                     f"{self.directory} is in use by {who}. If that machine is down, its lock expires: waiting {LEASE:g} s"
                 )
-            told = True
+            announced = True
             time.sleep(AGAIN)
 
     def _open(self, looks: int) -> int:

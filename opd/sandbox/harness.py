@@ -317,19 +317,19 @@ class Examiner:
         names = self.reply()["names"]
         space: dict[str, Any] = {"__name__": "tests"}
         exec(compile(task["setup"], "setup", "exec", dont_inherit=True), space)
-        for name, told in names.items():
+        for name, entry in names.items():
             if name in space and not isinstance(space[name], type):
                 continue
             if name in vars(builtins) and name not in task["own"]:
                 continue
-            if "module" in told:
-                if told["module"].partition(".")[0] in sys.stdlib_module_names:
-                    space[name] = importlib.import_module(told["module"])
-            elif "raises" in told:
-                base = self.exception(told["raises"])
+            if "module" in entry:
+                if entry["module"].partition(".")[0] in sys.stdlib_module_names:
+                    space[name] = importlib.import_module(entry["module"])
+            elif "raises" in entry:
+                base = self.exception(entry["raises"])
                 space[name] = self.raised[name] = type(name, (base,), {})
             else:
-                space[name] = decode(told["value"], self.found)
+                space[name] = decode(entry["value"], self.found)
         exec(compile(task["prepare"], "tests", "exec", dont_inherit=True), space)
         return space
 

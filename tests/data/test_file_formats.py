@@ -1,4 +1,4 @@
-"""Files as people have them, and files as nobody should: each is read as meant, or refused with the line and the reason."""
+"""Files as people have them, and files as nobody should: each is read as meant, or rejected with the line and the reason."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Directories that hold an adapter are models: merged into the base they name, or refused with the reason."""
+"""Directories that hold an adapter are models: merged into the base they name, or rejected with the reason."""
 
 from __future__ import annotations
 

@@ -169,7 +169,7 @@ class Words(PreTrainedTokenizerFast): pass
 def test_code_that_comes_with_a_model_never_runs_even_if_the_user_confirms(
     whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """A type that transformers knows loads with the stock class; any other is refused. Neither asks."""
+    """A type that transformers knows loads with the stock class; any other is rejected. Neither asks."""
     ran = tmp_path / "ran"
     table = {
         "AutoConfig": "code.Config",
@@ -515,7 +515,7 @@ def mutate(directory: Path, generator: random.Random) -> None:
 
 
 def fuzz(whole: Path, directory: Path, trials: range, seed: int) -> int:
-    """How many were refused; the others loaded."""
+    """How many were rejected; the others loaded."""
     refused = 0
     for trial in trials:
         shutil.rmtree(directory, ignore_errors=True)

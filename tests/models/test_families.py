@@ -1,4 +1,4 @@
-"""Every family of models, tiny: scored alone and packed, trained, sampled, saved, with LoRA; or refused in one sentence."""
+"""Every family of models, tiny: scored alone and packed, trained, sampled, saved, with LoRA; or rejected in one sentence."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_the_page_lists_every_family() -> None:
 
 
 @pytest.mark.families
-@pytest.mark.parametrize("family", [f for f in FAMILIES if not f.refused], ids=lambda family: family.name)
+@pytest.mark.parametrize("family", [f for f in FAMILIES if not f.rejected], ids=lambda family: family.name)
 def test_a_family_is_scored_trained_sampled_and_saved_as_stock_does(family: Family, tmp_path: Path) -> None:
     student, teacher = load_family(family, tmp_path / "model"), load_model(str(tmp_path / "model"))
     stock = stock_of(tmp_path / "model", student)
@@ -69,7 +69,7 @@ def test_a_family_is_scored_trained_sampled_and_saved_as_stock_does(family: Fami
 
 
 @pytest.mark.families
-@pytest.mark.parametrize("family", [f for f in FAMILIES if not f.refused], ids=lambda family: family.name)
+@pytest.mark.parametrize("family", [f for f in FAMILIES if not f.rejected], ids=lambda family: family.name)
 def test_the_parameters_that_get_no_gradient_are_those_that_are_reported(family: Family) -> None:
     assert_told(family)
 
@@ -88,10 +88,10 @@ def assert_told(family: Family) -> None:
 
 
 @pytest.mark.families
-@pytest.mark.parametrize("family", [f for f in FAMILIES if not f.refused], ids=lambda family: family.name)
+@pytest.mark.parametrize("family", [f for f in FAMILIES if not f.rejected], ids=lambda family: family.name)
 def test_a_family_with_lora_samples_and_saves_what_it_trains(family: Family, tmp_path: Path) -> None:
     model = load_family(family, tmp_path / "model")
-    if next(cells for cells in page_rows() if cells[0] == family.name)[4] == "refused":
+    if next(cells for cells in page_rows() if cells[0] == family.name)[4] == "rejected":
         with pytest.raises(ModelError) as error:
             model.add_lora(Lora(rank=2))
         assert one_sentence(error.value)
@@ -111,9 +111,9 @@ def test_a_family_with_lora_samples_and_saves_what_it_trains(family: Family, tmp
 
 
 @pytest.mark.families
-@pytest.mark.parametrize("family", [f for f in FAMILIES if f.refused], ids=lambda family: family.name)
+@pytest.mark.parametrize("family", [f for f in FAMILIES if f.rejected], ids=lambda family: family.name)
 def test_a_family_that_cannot_be_used_is_rejected_in_one_sentence(family: Family, tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match=family.refused) as error:
+    with pytest.raises(ModelError, match=family.rejected) as error:
         load_family(family, tmp_path / "model")
     assert one_sentence(error.value)
     assert row(family, error.value) in page_rows(), "write the page again: python -m tests.support.families"

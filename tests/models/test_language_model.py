@@ -1,4 +1,4 @@
-"""The model wrapper: packed hidden states and the head, LoRA, loading, saving, and what is refused."""
+"""The model wrapper: packed hidden states and the head, LoRA, loading, saving, and what is rejected."""
 
 from __future__ import annotations
 

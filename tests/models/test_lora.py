@@ -1,4 +1,4 @@
-"""LoRA: one policy in the trainer, the sampler and the saved model, whatever is adapted; and what is refused."""
+"""LoRA: one policy in the trainer, the sampler and the saved model, whatever is adapted; and what is rejected."""
 
 from __future__ import annotations
 

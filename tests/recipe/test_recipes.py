@@ -1,4 +1,4 @@
-"""Recipes: what is accepted, what is refused and with which words."""
+"""Recipes: what is accepted, what is rejected and with which words."""
 
 from __future__ import annotations
 

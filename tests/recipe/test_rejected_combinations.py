@@ -1,4 +1,4 @@
-"""Keys that would do nothing where they stand, and combinations that cannot work, are refused when the recipe is read."""
+"""Keys that would do nothing where they stand, and combinations that cannot work, are rejected when the recipe is read."""
 
 from __future__ import annotations
 

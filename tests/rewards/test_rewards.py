@@ -215,7 +215,7 @@ def test_a_scorer_that_evaluates_the_answer_is_confined(tmp_path: Path) -> None:
     inside = "__import__('os').getuid()"
     read, ran, right = verify([sample(text, **fields) for text in (attack, inside, entry["answer"])])
     assert right.reward == 1.0
-    assert ran.reward == read.reward == 0.01  # neither is arithmetic: refused before it runs
+    assert ran.reward == read.reward == 0.01  # neither is arithmetic: rejected before it runs
     assert not loot.exists()
 
 

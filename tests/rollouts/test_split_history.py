@@ -1,4 +1,4 @@
-"""`history: split`: what a turn reads, how a rollout is divided into turns, and what is refused."""
+"""`history: split`: what a turn reads, how a rollout is divided into turns, and what is rejected."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The hub where there is none: refused in one sentence, at once; and models kept at the commit a run began with."""
+"""The hub where there is none: rejected in one sentence, at once; and models kept at the commit a run began with."""
 
 from __future__ import annotations
 

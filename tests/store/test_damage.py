@@ -1,4 +1,4 @@
-"""Files that cannot lie: every truncation, flip, swap and full disk is cut, refused with its place, or repaired."""
+"""Files that cannot lie: every truncation, flip, swap and full disk is cut, rejected with its place, or repaired."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def copy(source: Path, target: Path, without: str = "") -> Path:
 
 
 def outcome(directory: Path, read_only: bool = False) -> Snapshot | str:
-    """All the store knows, or that it refused and named the place."""
+    """All the store knows, or that it rejected and named the place."""
     try:
         return snapshot(RolloutStore(directory, read_only=read_only))
     except StoreError as error:
@@ -401,7 +401,7 @@ def test_repair_counts_rollouts_that_one_frame_held_completely(place: int, tmp_p
 
 
 def test_repair_of_a_log_that_was_cut(log: tuple[Path, Snapshot], tmp_path: Path) -> None:
-    """The index saw more than is left: the log is refused, and repair keeps the rest and names what is gone."""
+    """The index saw more than is left: the log is rejected, and repair keeps the rest and names what is gone."""
     source, known = log
     for number, path in enumerate(segments(source)):
         run = tmp_path / f"run{number}"

@@ -393,7 +393,7 @@ def test_what_was_linked_and_is_lost_is_rejected_and_the_rest_repaired(tmp_path:
     store.commit(sync=True)
     damage, lost = DAMAGES[how]
     damage(folder_of(tmp_path / "log", 1) / "segment-000000.log")
-    for _ in range(2):  # refused, and still refused
+    for _ in range(2):  # refused, and still rejected
         with pytest.raises(StoreError, match=r"sampler-000001/segment-000000\.log, byte \d+"):
             opened(tmp_path / "log")
     if lost:

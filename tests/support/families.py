@@ -24,7 +24,7 @@ from tests.support.helpers import CHARACTERS, EOS, PAD, tiny_tokenizer
 
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 BEGIN, END = "<!-- families: written by `python -m tests.support.families` -->", "<!-- end of families -->"
-HEAD = ("family", "class", "sequences", "sampler", "LoRA", "why not packed, or refused")
+HEAD = ("family", "class", "sequences", "sampler", "LoRA", "why not packed, or rejected")
 
 VOCABULARY = len(CHARACTERS) + 4
 SHAPE = {
@@ -57,13 +57,13 @@ WINDOW = {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attent
 
 @dataclass(frozen=True)
 class Family:
-    """`settings` go on top of `base`; `refused` is a piece of the sentence where the family cannot be used."""
+    """`settings` go on top of `base`; `rejected` is a piece of the sentence where the family cannot be used."""
 
     name: str
     model_type: str
     settings: dict[str, Any] = field(default_factory=dict)
     base: dict[str, Any] = field(default_factory=lambda: SHAPE)
-    refused: str = ""
+    rejected: str = ""
     generates_with_cache: bool = True  # else transformers' own `generate` fails or errs with its cache
 
     def build(self, seed: int = 0) -> Any:
@@ -206,12 +206,12 @@ FAMILIES = (
     Family("OPT", "opt", {"ffn_dim": 48, "word_embed_proj_dim": 32}),
     Family("Persimmon", "persimmon"),
     Family("XGLM", "xglm", {"d_model": 32, "ffn_dim": 48, "num_layers": 2, "attention_heads": 4}),
-    Family("BERT", "bert", refused="head"),
-    Family("RoBERTa", "roberta", refused="head"),
-    Family("ELECTRA", "electra", refused="head"),
-    Family("XLM", "xlm", {"emb_dim": 32, "n_heads": 4, "n_layers": 2}, refused="causal"),
-    Family("RecurrentGemma", "recurrent_gemma", {"num_hidden_layers": 3, "attention_window_size": 8}, refused="inside its layers"),
-    Family("CPM-Ant", "cpmant", refused="causal"),
+    Family("BERT", "bert", rejected="head"),
+    Family("RoBERTa", "roberta", rejected="head"),
+    Family("ELECTRA", "electra", rejected="head"),
+    Family("XLM", "xlm", {"emb_dim": 32, "n_heads": 4, "n_layers": 2}, rejected="causal"),
+    Family("RecurrentGemma", "recurrent_gemma", {"num_hidden_layers": 3, "attention_window_size": 8}, rejected="inside its layers"),
+    Family("CPM-Ant", "cpmant", rejected="causal"),
 )  # fmt: skip
 
 
@@ -236,7 +236,7 @@ def row(family: Family, found: LanguageModel | ModelError) -> list[str]:
             .removesuffix(".")
             .partition(" (they differ")[0]
         )
-        return [family.name, f"`{family.model_type}`", "refused", "–", "–", reason]
+        return [family.name, f"`{family.model_type}`", "rejected", "–", "–", reason]
     limit = found.route.limit or 64
     why = unfit_for_slots(found, limit)
     sequences = {"packed": "packed", "padded": "padded", "alone": "one at a time"}[found.route.name]
@@ -257,7 +257,7 @@ def _lora(model: LanguageModel) -> str:
     try:
         model.add_lora(Lora(rank=2))
     except ModelError:
-        return "refused"
+        return "rejected"
     return "yes"
 
 

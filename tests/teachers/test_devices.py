@@ -1,4 +1,4 @@
-"""Teachers on another device than the student's: what is refused, what is planned, and where hidden states go."""
+"""Teachers on another device than the student's: what is rejected, what is planned, and where hidden states go."""
 
 from __future__ import annotations
 

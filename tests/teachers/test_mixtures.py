@@ -1,4 +1,4 @@
-"""Teachers made of several: exact in fp64 against the formulas written plainly, resumable, and refused where they make no sense."""
+"""Teachers made of several: exact in fp64 against the formulas written plainly, resumable, and rejected where they make no sense."""
 
 from __future__ import annotations
 

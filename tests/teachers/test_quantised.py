@@ -1,4 +1,4 @@
-"""Quantised teachers: what is quantised and what is not, what it costs, and what is refused."""
+"""Quantised teachers: what is quantised and what is not, what it costs, and what is rejected."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Teachers made of the student: what they are after some steps, what a checkpoint holds of them, and what is refused."""
+"""Teachers made of the student: what they are after some steps, what a checkpoint holds of them, and what is rejected."""
 
 from __future__ import annotations
 

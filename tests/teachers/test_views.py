@@ -388,7 +388,7 @@ def test_entropy_is_known_where_a_teacher_was_shown_nothing() -> None:
     np.testing.assert_allclose(entropies(compared), alone, rtol=1e-5)
 
 
-# What recipes are refused for
+# What recipes are rejected for
 
 
 def test_offers_are_negotiated_when_a_recipe_is_read() -> None:

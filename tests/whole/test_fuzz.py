@@ -198,7 +198,7 @@ def test_a_run_does_what_its_dry_run_says(place: Path, part: int) -> None:
 
 @in_parts
 def test_two_mechanisms_take_a_step_together_or_are_refused(place: Path, part: int) -> None:
-    """Either the recipe is refused with a message when it is read or before the first step, or a step is taken."""
+    """Either the recipe is rejected with a message when it is read or before the first step, or a step is taken."""
     import opd.runner.pipeline  # noqa: F401
 
     failures, codes, done = [], Counter[Any](), 0
