@@ -319,6 +319,8 @@ class DistributedRanks(Ranks):
                 found.counts,
                 found.traces,
                 found.overlap,
+                found.kl,
+                found.log_ratio,
             )
             for pack, found in seen
         ]
@@ -332,9 +334,10 @@ class DistributedRanks(Ranks):
     def _seen(
         self, ids: list[str], loss: dict[str, float], reverse_kl: np.ndarray, entropy: np.ndarray, mismatch: np.ndarray,
         counts: dict[str, tuple[int, int]], traces: dict[str, dict[str, Any]], overlap: np.ndarray,
+        kl: dict[str, np.ndarray], log_ratio: dict[str, np.ndarray],
     ) -> tuple[Pack, TokenStatistics]:  # fmt: skip
         return Pack.of([self._batch[name] for name in ids]), TokenStatistics(
-            loss, reverse_kl, entropy, mismatch, counts, traces, overlap=overlap
+            loss, reverse_kl, entropy, mismatch, counts, traces, overlap=overlap, kl=kl, log_ratio=log_ratio
         )
 
     # --- Errors ---

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from opd.common.text import first_line
+from opd.divergences.kinds import LOG_ZERO
 from opd.engines.requests import request_key
 from opd.evaluation import is_right
 from opd.loop.oom_retry import micro_batches
@@ -66,6 +67,7 @@ class StepReport:
     metrics: dict[str, Any]
     written: Written
     traces: Mapping[str, Trace] = field(default_factory=dict)  # by rollout id
+    statistics: list[tuple[Pack, TokenStatistics]] = field(default_factory=list)  # cleared once they are noted
 
 
 def step_metrics(
@@ -188,6 +190,35 @@ def calibration_error(rollouts: Sequence[Rollout], rewards: Mapping[str, float |
     bins = np.minimum((confidence * BINS).astype(int), BINS - 1)
     gaps = [abs((confidence - right)[bins == number].sum()) for number in range(BINS)]
     return {"ece": float(sum(gaps) / len(known))}
+
+
+def disagreements(statistics: Sequence[tuple[Pack, TokenStatistics]]) -> dict[str, dict[str, dict[str, float]]]:
+    """By rollout and role, what `RolloutStore.note_disagreement` notes, from the first pass over each rollout."""
+    noted: dict[str, dict[str, dict[str, float]]] = {}
+    for pack, found in statistics:
+        ends = np.cumsum(pack.response_lengths)
+        for role in sorted({*found.kl, *found.log_ratio}):
+            kl, ratio = found.kl.get(role), found.log_ratio.get(role)
+            for rollout, end in zip(pack.rollouts, ends, strict=True):
+                rows = slice(end - rollout.response_ids.size, end)
+                facts = _disagreement(None if kl is None else kl[rows], None if ratio is None else ratio[rows])
+                if facts:
+                    noted.setdefault(rollout.id, {}).setdefault(role, facts)
+    return noted
+
+
+def _disagreement(kl: np.ndarray | None, ratio: np.ndarray | None) -> dict[str, float]:
+    found: dict[str, float] = {}
+    if kl is not None and (mean := _mean(kl)) is not None:
+        found["kl"] = float(f"{mean:.6g}")
+    if ratio is None:
+        return found
+    sizes = np.abs(ratio)
+    sizes[~(sizes < -LOG_ZERO / 2)] = -1.0  # unknown, or a token that the teacher does not have
+    if sizes.size and sizes.max() >= 0:
+        at = int(sizes.argmax())
+        found |= {"log_ratio": float(f"{ratio[sizes >= 0].mean():.6g}"), "largest": float(f"{ratio[at]:.6g}"), "at": at}
+    return found
 
 
 def study(stream: PromptStream, batch: Batch, result: StepResult, ranks: Ranks) -> dict[str, float]:

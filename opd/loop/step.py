@@ -57,7 +57,7 @@ def run_step(parts: StageParts, step: int) -> StepReport:
     if parts.stream.curriculum is not None:
         metrics |= study(parts.stream, batch, result, parts.ranks)
     first_traces = {name: trace for _, seen in reversed(result.statistics) for name, trace in seen.traces.items()}
-    return StepReport(metrics, batch.written, first_traces)
+    return StepReport(metrics, batch.written, first_traces, result.statistics)
 
 
 class Updates(Protocol):

@@ -57,6 +57,10 @@ class TokenStatistics:
     advantages: dict[str, np.ndarray] = field(default_factory=dict)  # (N,) by term, if a rollout is traced
     losses: dict[str, Tensor] = field(default_factory=dict)  # by term, on the device until `settle`
     overlap: np.ndarray = field(default_factory=lambda: np.empty(0))  # see `note_overlap`; empty if nobody asks for it
+    kl: dict[str, np.ndarray] = field(default_factory=dict)  # (N,) exact KL(student || teacher) by role
+    log_ratio: dict[str, np.ndarray] = field(
+        default_factory=dict
+    )  # (N,) log student - log teacher of the token, by role
     _unread: list[Callable[[], None]] = field(default_factory=list)
 
     def later(self, read: Callable[[], None]) -> None:
@@ -246,17 +250,31 @@ class MicroBatch:
         sampler = np.where(theirs, np.nan, concatenated(self.pack.rollouts, "logprob")[rows])
         self.note("mismatch", rows, logprobs, sampler)
 
-    def note(self, name: str, rows: np.ndarray, values: Tensor, distance_to: np.ndarray | None = None) -> None:
-        """Record a per-token statistic (`reverse_kl`, `entropy`, `mismatch` or `overlap`), or its distance to other values."""
+    def note(
+        self,
+        name: str,
+        rows: np.ndarray,
+        values: Tensor,
+        distance_to: np.ndarray | None = None,
+        role: str | None = None,
+    ) -> None:
+        """Record a per-token statistic (`reverse_kl`, `entropy`, `mismatch` or `overlap`), or its distance to other values.
+
+        `role`: for `kl` and `log_ratio`, of which there is one per role.
+        """
         into = getattr(self.statistics, name)
+        if role is not None:
+            into = into.setdefault(role, np.full(self.projection.count, np.nan))
         self.statistics.later(partial(_put, into, rows, values.detach(), distance_to))
 
-    def estimate(self, rows: np.ndarray, values: np.ndarray | Tensor) -> None:
-        """Record a one-sample estimate of reverse KL, where no term computed it exactly."""
+    def estimate(self, rows: np.ndarray, values: np.ndarray | Tensor, role: str) -> None:
+        """Record the log-ratio to the teacher, a one-sample estimate of reverse KL, where no term computed it exactly."""
+        ratios = self.statistics.log_ratio.setdefault(role, np.full(self.projection.count, np.nan))
 
         def read() -> None:
             known = self.statistics.reverse_kl[rows]
             found = values.cpu().numpy() if isinstance(values, Tensor) else values
+            ratios[rows] = found
             self.statistics.reverse_kl[rows] = np.where(np.isnan(known), found, known)
 
         self.statistics.later(read)

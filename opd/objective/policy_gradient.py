@@ -360,7 +360,7 @@ class PolicyGradient(CorrectedTerm):
             losses = losses * weight
         if self.advantage.of_teacher:  # k1: one-sample estimate of reverse KL
             sampled = concatenated(micro.pack.rollouts, "logprob")[rows]
-            micro.estimate(rows, sampled - micro.teacher_logprobs(self.role, rows))
+            micro.estimate(rows, sampled - micro.teacher_logprobs(self.role, rows), self.role)
         return (losses * micro.tensor(weight_N[rows])).sum()
 
 

@@ -587,6 +587,9 @@ class Direct(CorrectedTerm):
                 assert known.reverse_kl is not None
                 assert known.logprob is not None
                 micro.note("reverse_kl", rows, known.reverse_kl)
+                micro.note("kl", rows, known.reverse_kl, role=self.role)
+                if known.teacher_logprob is not None:
+                    micro.note("log_ratio", rows, known.logprob - known.teacher_logprob, role=self.role)
                 micro.note("entropy", rows, known.entropy)
                 if self.correction is None:
                     micro.note_mismatch(rows, known.logprob)
@@ -683,6 +686,7 @@ class Candidates(Term):
             known = statistics(student.detach(), teacher, merge=micro.merge)
             assert known.reverse_kl is not None
             micro.note("reverse_kl", rows, known.reverse_kl)
+            micro.note("kl", rows, known.reverse_kl, role=self.role)
             micro.note("entropy", rows, known.entropy)
         return total
 
@@ -795,7 +799,7 @@ class K2(CorrectedTerm):
         teacher = micro.tensor(micro.teacher_logprobs(self.role, rows)).float()
         policy = micro.policy(rows)
         trained = micro.tensor(weight_N[rows] != 0)
-        micro.estimate(rows, policy.detach() - teacher)
+        micro.estimate(rows, policy.detach() - teacher, self.role)
         losses, log_ratio = k2(policy, torch.where(trained, teacher, policy.detach())), micro.log_ratio(rows, policy)
         if self.correction is not None:
             weight, altered = self.correction.apply(log_ratio, micro.segment(rows))

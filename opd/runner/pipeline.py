@@ -340,6 +340,7 @@ class Pipeline:
             self.began = True
             parts.stream.divide(result.gaps, self.ranks.share)
             report = run_step(parts, result.steps + 1)
+            self._reports.note_disagreement(parts, report)
             self._say_resumed(parts.spec.name, report)
             result.steps, result.tokens = result.steps + 1, result.tokens + report.metrics["tokens"]
             result.skipped, self.live.step = parts.stream.skipped, result.steps

@@ -15,7 +15,7 @@ from opd.common.errors import UserError
 from opd.common.files import append_text, json_text, line_of, lines_checked, read_lines, write_atomic
 from opd.common.text import plain
 from opd.evaluation import Measures
-from opd.loop.metrics import StepReport, few_per_domain
+from opd.loop.metrics import StepReport, disagreements, few_per_domain
 from opd.loop.parts import StageParts
 from opd.objective.micro import Trace
 from opd.recipe import Recipe, Stage
@@ -79,6 +79,14 @@ class Reports:
         self._track(earlier + step, numbers)
         if log.samples and (step - 1) % log.samples_every == 0:
             self._write_samples(parts, report, step, (earlier + step) / max(self._steps, 1))
+
+    def note_disagreement(self, parts: StageParts, report: StepReport) -> None:
+        """Note in the store how far student and teacher are apart in each rollout of a step, before a checkpoint can be saved."""
+        if parts.ranks.leads:
+            for id, by_role in disagreements(report.statistics).items():
+                if id in parts.store.entries:  # a turn that is trained on its own is not in the store
+                    parts.store.note_disagreement(id, by_role)
+        report.statistics.clear()
 
     def answers(self, evaluator: Evaluator, step: int) -> None:
         """Write down answers to a few held-out questions. Step 0 is before training."""

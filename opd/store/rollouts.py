@@ -101,6 +101,15 @@ INDEX_COLUMNS = {
     "version_min": "<i4", "version_max": "<i4", "reward": "<f8", "stop": "u1",
     "unit": "<u8",  # hash of the pair, group or id: an objective must see all rollouts of a unit together
 }  # fmt: skip
+RATIO_COLUMNS = {  # how far student and teacher are apart in an answer: see `RolloutStore.note_disagreement`
+    "kl": "<f4",
+    "log_ratio": "<f4",
+    "largest_ratio": "<f4",
+    "ratio_at": "<i4",
+}
+UNKNOWN = {"kl": np.nan, "log_ratio": np.nan, "largest_ratio": np.nan, "ratio_at": -1}
+RATIO_FACTS = ("kl", "log_ratio", "largest", "at")  # in a note, in the order of the columns
+DISAGREEMENT = "disagreement"  # a note: by role
 LINK_COLUMNS = {
     "log": "<u4",
     "linked": "<u4",
@@ -202,7 +211,7 @@ class Index(Table):
     """The facts about each rollout: numbers and codes in columns, names and notes as texts."""
 
     def __init__(self, arrays: Mapping[str, np.ndarray] | None = None) -> None:
-        super().__init__(INDEX_COLUMNS | LINK_COLUMNS, arrays)
+        super().__init__(INDEX_COLUMNS | RATIO_COLUMNS | LINK_COLUMNS, arrays)
         self.attached = Table(ATTACHED_COLUMNS)  # signals and calls
         self.names = Texts()  # JSON: id, prompt_id, group, pair
         self.facts = Texts()  # JSON: notes, except a reward, which has a column
@@ -253,7 +262,9 @@ class Index(Table):
 
     def note(self, row: int, facts: Mapping[str, Any]) -> None:
         renamed = {"reward" if key == "score" else key: value for key, value in facts.items()}  # its name in older runs
-        merged = {**self.notes(row), **renamed}
+        if DISAGREEMENT in renamed:
+            renamed[DISAGREEMENT] = self._note_ratios(row, renamed[DISAGREEMENT])
+        merged = {name: value for name, value in {**self.notes(row), **renamed}.items() if value != {}}
         reward = merged.get("reward")
         if isinstance(reward, (int, float)) and not isinstance(reward, bool):
             self.set(row, reward=float(merged.pop("reward")))
@@ -261,6 +272,13 @@ class Index(Table):
             self.set(row, reward=np.nan)
         if merged or self.facts[row]:
             self.facts[row] = json.dumps(merged) if merged else ""
+
+    def _note_ratios(self, row: int, by_role: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+        """Put those of the role `teacher` into the columns; returns the others."""
+        found = by_role.get("teacher", {})
+        names = zip(RATIO_COLUMNS, RATIO_FACTS, strict=True)
+        self.set(row, **{column: found.get(fact, UNKNOWN[column]) for column, fact in names})
+        return {role: facts for role, facts in by_role.items() if role != "teacher"}
 
     def notes(self, row: int) -> dict[str, Any]:
         reward = float(self["reward"][row])
@@ -290,7 +308,7 @@ class Index(Table):
     def save(self, path: Path, files: Files, position: Position, **further: Any) -> None:
         """`further`: plain JSON for the header."""
         count = self.count
-        columns = INDEX_COLUMNS | (LINK_COLUMNS if self.logs else {})
+        columns = INDEX_COLUMNS | RATIO_COLUMNS | (LINK_COLUMNS if self.logs else {})
         sections = {f"rows/{name}": self[name] for name in columns}
         sections |= {f"attached/{name}": self.attached[name] for name in ATTACHED_COLUMNS}
         for kind, texts in (("names", self.names), ("facts", self.facts)):
@@ -348,7 +366,12 @@ def read_index(path: Path) -> tuple[Index, Position, dict[str, Any]] | str:
         at += -(-size // 64) * 64
     logs = {number: LogState(*state) for number, *state in header.get("logs", ())}
     rows = {name: sections[f"rows/{name}"] for name in (INDEX_COLUMNS | (LINK_COLUMNS if logs else {}))}
-    index = Index({name: np.zeros(header["count"], dtype=kind) for name, kind in LINK_COLUMNS.items()} | rows)
+    count = header["count"]
+    rows |= {  # older runs have none
+        name: sections.get(f"rows/{name}", np.full(count, UNKNOWN[name], dtype=kind))
+        for name, kind in RATIO_COLUMNS.items()
+    }
+    index = Index({name: np.zeros(count, dtype=kind) for name, kind in LINK_COLUMNS.items()} | rows)
     index.logs = logs
     index.attached = Table(ATTACHED_COLUMNS, {name: sections[f"attached/{name}"] for name in ATTACHED_COLUMNS})
     index.names = Texts(sections["names/blob"], sections["names/ends"])
@@ -376,7 +399,8 @@ def _has_checksum(path: Path) -> bool:
 
 
 CODED = ("domain", "source", "teacher")
-NUMBERS = ("length", "prompt_length", "visit", "sample", "version_min", "version_max", "reward")
+NUMBERS = ("length", "prompt_length", "visit", "sample", "version_min", "version_max", "reward", *RATIO_COLUMNS)
+FLOATS = ("reward", "kl", "log_ratio", "largest_ratio")
 NAMED = ("id", "prompt_id", "group", "pair")
 KNOWN = (*CODED, *NUMBERS, "stop", *NAMED)
 BATCH = 256  # rollouts in memory at once
@@ -422,6 +446,15 @@ class Selection:
             rows = rows[_mask(self._store.index, rows, name, condition)]
         return Selection(self._store, rows)
 
+    def sorted(self, name: str, *, ascending: bool = False) -> Selection:
+        """Sorted by a number of the index, the largest first; unknown values last. `largest_ratio` is sorted by its size."""
+        if name not in NUMBERS:
+            raise UserError(f"unknown number {name!r}; known: {', '.join(NUMBERS)}.")
+        values = self._store.index[name][self.rows].astype(np.float64)
+        values = np.abs(values) if name == "largest_ratio" else values
+        order = np.argsort(values if ascending else -values, kind="stable")  # NaN sorts last
+        return Selection(self._store, self.rows[order])
+
     def column(self, name: str) -> np.ndarray:
         """One column of the index for these rollouts. Texts have dtype object."""
         index = self._store.index
@@ -455,7 +488,7 @@ class Selection:
             ("author", pa.uint8()),
         ]
         texts = [*NAMED, *CODED, "stop", "notes"]
-        numbers = [(name, pa.float64() if name == "reward" else pa.int64()) for name in NUMBERS]
+        numbers = [(name, pa.float64() if name in FLOATS else pa.int64()) for name in NUMBERS]
         schema = pa.schema(
             [*((name, pa.string()) for name in texts), *numbers, *((name, pa.list_(kind)) for name, kind in arrays)]
         )
@@ -466,7 +499,8 @@ class Selection:
                 columns: dict[str, Any] = {name: part.column(name) for name in (*NAMED, *CODED, "stop", *NUMBERS)}
                 columns["notes"] = [json.dumps(self._store.index.notes(int(row))) for row in part.rows]
                 columns |= {name: [getattr(rollout, name) for rollout in rollouts] for name, _ in arrays}
-                columns["reward"] = [None if np.isnan(reward) else reward for reward in columns["reward"]]
+                for name in FLOATS:
+                    columns[name] = [None if np.isnan(value) else float(value) for value in columns[name]]
                 writer.write_table(
                     pa.table({name: pa.array(columns[name], schema.field(name).type) for name in schema.names})
                 )
@@ -629,6 +663,7 @@ class State:
             domain=index.vocabularies["domain"][names["domain"]],
             source=index.vocabularies["source"][names["source"]],
             reward=np.nan,
+            **UNKNOWN,
             version_min=-1,
             version_max=-1,
             unit=int.from_bytes(hashlib.blake2b(unit.encode(), digest_size=8).digest(), "little"),
@@ -1208,6 +1243,15 @@ class RolloutStore:
             with self._lock:
                 self._state.index.note(number, facts)
             self._commit.add(PendingRecord(NOTE, number, data))
+
+    def note_disagreement(self, id: str, by_role: Mapping[str, Mapping[str, float]]) -> None:
+        """Note how far student and teacher are apart in a rollout. By role, what is known of:
+
+        kl          the mean KL(student || teacher) per token, in nats
+        log_ratio   the mean of log student - log teacher at the sampled tokens, an estimate of it
+        largest     the log-ratio of largest size, with its sign; at: the place of its token in the answer, from 0
+        """
+        self.note(id, **{DISAGREEMENT: by_role})
 
     def record_signal(
         self,

@@ -95,6 +95,31 @@ def test_tokens_are_what_the_models_say(models: dict[str, str], runs: dict[str, 
     assert len([line for line in answers if line["step"] == 2]) == 4
 
 
+@pytest.mark.parametrize("kind", OBJECTIVES)
+def test_how_far_they_are_apart_is_in_the_store(models: dict[str, str], runs: dict[str, opd.Run], kind: str) -> None:
+    """Of every rollout of the first step: exact if distributions were compared, else from the sampled tokens alone."""
+    store = runs[kind].rollouts
+    first = store.where(version_max=0)
+    assert len(first) == 8
+    for rollout, kl, mean, largest, at in zip(
+        first, *(first.column(name) for name in ("kl", "log_ratio", "largest_ratio", "ratio_at")), strict=True
+    ):
+        student = said(models["student"], rollout)
+        teacher = said(models["one" if rollout.domain == "a" else "two"], rollout)
+        ratio = (student - teacher)[np.arange(rollout.response_ids.size), rollout.response_ids]
+        if kind == "logprobs_at":
+            assert np.isnan(kl)
+            np.testing.assert_allclose(mean, ratio.mean(), atol=1e-3)
+            assert at == np.abs(ratio).argmax()
+        else:  # the gate leaves out some tokens
+            exact = (np.exp(student) * (student - teacher)).sum(-1)
+            assert exact.min() - 1e-3 < kl < exact.max() + 1e-3
+        np.testing.assert_allclose(largest, ratio[at], atol=1e-3)
+    furthest = first.sorted("largest_ratio").column("largest_ratio")
+    assert (np.diff(np.abs(furthest)) <= 0).all()
+    assert set(first.sorted("log_ratio", ascending=True).ids) == set(first.ids)
+
+
 def test_writing_samples_changes_no_update(models: dict[str, str], runs: dict[str, opd.Run], tmp_path: Path) -> None:
     quiet, told = opd.run(recipe(models, BOTH, samples=0), out=tmp_path / "quiet"), runs["hidden"]
     assert [line["loss"] for line in quiet.metrics] == [line["loss"] for line in told.metrics]

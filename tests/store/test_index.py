@@ -6,13 +6,14 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from opd import Run
 from opd.common.errors import UserError
-from opd.store import RolloutStore
+from opd.store import RolloutStore, rollouts
 from tests.support.stores import begin, token, write_rollout
 
 
@@ -62,6 +63,32 @@ def test_parquet(tmp_path: Path) -> None:
             "stop",
             rollout.response_ids.size,
         )
+
+
+def test_disagreement_is_in_the_log_and_in_columns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The index is rebuilt from the log; an index of an older run, without the columns, opens and learns about new notes."""
+    old: dict[str, Any] = {}
+    with monkeypatch.context() as patched:
+        patched.setattr(rollouts, "RATIO_COLUMNS", old)
+        patched.setattr(rollouts, "UNKNOWN", old)
+        filled(tmp_path).close()
+    assert b"rows/kl" not in (tmp_path / "index.bin").read_bytes()
+    store = RolloutStore(tmp_path)
+    assert store.index_was == "whole"
+    store.note_disagreement("r3", {"teacher": {"log_ratio": 0.5, "largest": -2.5, "at": 1}, "reference": {"kl": 0.125}})
+    store.note_disagreement("r4", {"teacher": {"kl": 0.25}})
+    store.close()
+    for damaged in (False, True):
+        if damaged:
+            (tmp_path / "index.bin").unlink()
+        found = RolloutStore(tmp_path, read_only=True)
+        assert found.where(kl=lambda kl: kl > 0.2).ids == ["r4"]
+        assert found.where(largest_ratio=-2.5, ratio_at=1, log_ratio=0.5).ids == ["r3"]
+        assert found.where(disagreement=lambda by_role: by_role["reference"]["kl"] > 0.1).ids == ["r3"]
+        assert found.where().sorted("log_ratio").ids[:2] == ["r3", "r0"]  # unknown ones last
+        assert found.entries["r3"].notes["reward"] == 1
+    with pytest.raises(UserError, match="unknown number 'size'"):
+        store.where().sorted("size")
 
 
 LIVING = """
