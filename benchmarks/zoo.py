@@ -44,6 +44,7 @@ OTHERS = ["task:reverse", "task:caesar"]  # what a method may forget
 MOMENTS = ("until", "after", "over", "warmup")  # keys that count steps
 TUNING_SEED = 100
 SAMPLES = 8  # of pass@k
+CURRICULUM = 256  # different prompts of methods with a curriculum, which chooses when they come again
 GIVEN = ("data", "rejected")  # authors whose answers nobody draws
 
 
@@ -90,8 +91,9 @@ def adapted(name: str, seed: int, factor: float, args: argparse.Namespace) -> di
     if stages[0].eval.loss:
         evaluation["loss"] = True
     texts = [prompt for prompt in raw.get("prompts", []) if isinstance(prompt, dict) and prompt.get("plain_text")]
+    limit = {"limit": CURRICULUM} if stages[0].curriculum is not None else {}
     common = {
-        "prompts": [{"source": TASK, "domain": DOMAIN, "share": 3}, *texts], "eval": evaluation, "seed": seed,
+        "prompts": [{"source": TASK, "domain": DOMAIN, "share": 3, **limit}, *texts], "eval": evaluation, "seed": seed,
         "device": "cpu", "threads": 1, "log": {"start_table": False}, "monitors": "off",
     }  # fmt: skip
     if "stages" in raw:

@@ -33,6 +33,7 @@ from opd.data.sources import (
     scan,
     silent,
 )
+from opd.data.stream import PromptStream
 from opd.evaluation import Question
 from opd.models import load_config, load_tokenizer, parameter_shapes
 from opd.models.files import reading_model
@@ -365,7 +366,16 @@ def open_prompts(spec: Stage, on_progress: OnProgress = silent) -> list[Source]:
         environment=spec.rollout.environment,
     )
     require_drawn_alike(sources, spec.rollout)
+    open_stream(spec, sources)  # what it rejects is rejected by `--dry-run`, too
     return sources
+
+
+def open_stream(spec: Stage, sources: list[Source]) -> PromptStream:
+    """The order in which a stage takes prompts: by fixed shares, a rule, or a curriculum."""
+    stream = PromptStream(sources, [source.share for source in spec.prompts], spec.seed)
+    stream.steer(spec.shares)
+    stream.follow(spec.curriculum)
+    return stream
 
 
 def further_sources(spec: Stage) -> list[PromptSource]:

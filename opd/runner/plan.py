@@ -104,7 +104,10 @@ def make_plan(recipe: Recipe) -> list[Plan]:
             if stage.select is not None:
                 earlier = next(plan for plan in plans if plan.stage == stage.select.stage)
                 stage.select.require(stage.name, stage.named_domains, earlier.evaluated)
-            plans.append(_plan(stage.model_copy(update={"prompts": prompts}), models.resolve))
+            known = (
+                {} if prompts == stage.prompts else {"curriculum": None}
+            )  # rollouts come to an end, whatever their prompts do
+            plans.append(_plan(stage.model_copy(update={"prompts": prompts, **known}), models.resolve))
     return plans
 
 

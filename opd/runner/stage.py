@@ -15,7 +15,6 @@ import torch
 from opd.common.context import RunContext
 from opd.common.errors import RecipeError
 from opd.common.text import plain
-from opd.data.stream import PromptStream
 from opd.engines import prefork
 from opd.loop.interventions import Demonstrator
 from opd.loop.learner import Trainer
@@ -44,7 +43,7 @@ from opd.rollouts.pace import Pace
 from opd.rollouts.replay import RunSource
 from opd.rollouts.rollouter import ReplayBuffer, Rollouter
 from opd.rollouts.writers import WriterContext
-from opd.runner.checks import Checked, RevisionOf, as_named, check_stage, response_limit, shown_room
+from opd.runner.checks import Checked, RevisionOf, as_named, check_stage, open_stream, response_limit, shown_room
 from opd.runner.plan import keep_smaller_budget, settle_sizes
 from opd.store import RolloutStore
 from opd.store.rollouts import StoredCalls
@@ -80,9 +79,7 @@ def open_stage(
     context.on_phase("loading")
     spec = settle_sizes(spec, directory, checked, resolve_model, ranks)
     device = ranks.device(checked.device, spec.device)
-    stream = PromptStream(checked.sources, [source.share for source in spec.prompts], spec.seed)
-    stream.steer(spec.shares)
-    stream.follow(spec.curriculum)
+    stream = open_stream(spec, checked.sources)
     models = load_models(spec, device, resolve_model, revision_of, context, ranks)
     stop_ids, teachers, tokenizer = models.stop_ids, models.teachers, models.student.tokenizer
     for note in (*checked.inputs.notes, *spec.sampler.notes()):

@@ -14,6 +14,7 @@ from opd.common.errors import DataError, RecipeError
 from opd.data.sources import open_sources, prompt_source
 from opd.data.stream import Curriculum, PassRate, PromptStream, TeacherDistance, TopOverlap
 from opd.recipe import load_recipe
+from opd.runner.plan import make_plan
 from tests.support.crash import same_run
 from tests.support.helpers import save_tiny
 from tests.support.interrupted import SCORED, Crash, small, strike
@@ -100,6 +101,14 @@ def test_settings_that_cannot_work_are_rejected(changes: dict[str, Any], why: st
 def test_endless_sources_are_rejected() -> None:
     with pytest.raises(DataError, match="have no end"):
         stream(PassRate(), None)  # type: ignore[arg-type]
+    recipe = {
+        "student": "tiny/generalist",
+        "teachers": {"a": "tiny/arithmetic"},
+        "prompts": ["task:addition"],
+        "curriculum": "kl",
+    }
+    with pytest.raises(DataError, match="have no end"):
+        make_plan(load_recipe(recipe))
 
 
 @pytest.mark.scale
