@@ -221,27 +221,18 @@ def _continued(request: SampleRequest, tokens: list[int]) -> SampleRequest:
 
 DEATHS = 3  # the run ends when one process dies more often than this in a row without finishing an answer
 POLL = 0.2  # seconds between two checks whether the run should stop
+NOTHING_YET = 0.002  # seconds before a source that had no request is asked again
 LEAVE = 10.0  # seconds for processes to exit
 TAIL = 2000  # characters of a process's output that an error quotes
 
 
 class SamplerProcess:
-    """One process, its unfinished requests and the log that it writes. `facts`: the model and the sampler's settings."""
+    """One process and its unfinished requests. `facts`: the model and the sampler's settings."""
 
     def __init__(
-        self,
-        number: int,
-        facts: Mapping[str, Any],
-        weights: SharedWeights,
-        store: RolloutStore,
-        report: Callable[[str], None],
+        self, number: int, facts: Mapping[str, Any], weights: SharedWeights, report: Callable[[str], None]
     ) -> None:
-        self.number, self._facts, self._weights = number, dict(facts), weights
-        self._store, self._report = store, report
-        self.open: list[SampleRequest] = []
-        self._log: int | None = None
-        self._part: tuple[Any, ...] = ()  # the last message with requests
-        self._author = Author.STUDENT
+        self.number, self._facts, self._weights, self._report = number, dict(facts), weights, report
         self._deaths, self._output = 0, ""
         self._start()
 
@@ -257,46 +248,25 @@ class SamplerProcess:
         with contextlib.suppress(ConnectionError):  # if the process has exited, the next read shows it
             self.connection.send_bytes(write_message(value))
 
-    def send(self, requests: Sequence[SampleRequest], author: Author) -> None:
-        """Send requests whose rollouts the store has begun. No other process may have them."""
-        if self.connection.closed:
-            self._start()
-        self.open, self._author = list(requests), author
-        if self.open:
-            self._log = self._store.open_sampler_log(self._log)
-            self._part = part_of(self.open, self._store, self._log, author)
-            if self.ready:
-                self._send(self._part)
-
-    def receive(self) -> int:
-        """Read the next message; returns its count of new tokens. If the process is gone, a new one resumes its work."""
+    def _received(self) -> tuple[str, Any] | None:
+        """The next message; None: the process is gone."""
         try:
             kind, content = read_message(self.connection.recv_bytes())
         except (EOFError, OSError):  # possibly in the middle of a message
-            self._restart()
-            return 0
+            return None
         if kind == FAILED:
             raise TrainingError(f"sampler process {self.number}: {content}")
-        if kind == READY:
-            self.ready = True
-            self._send(self._part)
-            return 0
-        if kind == DRAWN:
-            return int(content)
-        self._deaths = 0
-        for row, facts in content:
-            self._store.link(row, facts)
-        self.open = []
-        return 0
+        return kind, content
 
-    def _restart(self) -> None:
+    def _buried(self) -> None:
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(LEAVE)
         self.close_connection()
         self.end()
-        left = self._unfinished()
+
+    def _died(self, finished: bool) -> None:
+        """Count a death and report it, or end the run. `finished`: whether it had finished an answer since the last one."""
         # tokens do not count: a process that dies of a certain request draws others first
-        finished = len(left) < len(self.open)
         self._deaths = 1 if finished else self._deaths + 1
         if self._deaths > DEATHS:
             raise TrainingError(
@@ -304,23 +274,10 @@ class SamplerProcess:
                 f"{self.process.returncode}): {self._output or 'no output'}. What was sampled is kept. Fix the cause, set "
                 "sampler.processes to a lower number, or to 0, and `opd resume`."
             )
-        last = self._output.rsplit("\\n", 1)[-1] or "no output"
+        last = self._output.rsplit("\n", 1)[-1] or "no output"
         self._report(
             f"sampler process {self.number} has ended (exit code {self.process.returncode}: {last}); restarting it"
         )
-        self.send(left, self._author)
-
-    def _unfinished(self) -> list[SampleRequest]:
-        """The unfinished requests, after the store has taken the contents of the log."""
-        self.settle()
-        unfinished = set(self._store.unfinished())
-        return [request for request in self.open if request.id in unfinished]
-
-    def settle(self) -> None:
-        """After the process has ended: let the store take its log. If the store has failed, the next run does this."""
-        if self._log is not None and not self._store.failed:
-            self._store.settle(self._log)
-        self._log = None
 
     def close_connection(self) -> None:
         """Close the connection. The process then makes its tokens durable, and exits."""
@@ -340,6 +297,73 @@ class SamplerProcess:
             self._output = plain(self._printed.read().decode(errors="replace")[-TAIL:].strip(), TAIL)
 
 
+class LoggingProcess(SamplerProcess):
+    """A process that writes its part of a batch to its own log."""
+
+    def __init__(
+        self,
+        number: int,
+        facts: Mapping[str, Any],
+        weights: SharedWeights,
+        report: Callable[[str], None],
+        store: RolloutStore,
+    ) -> None:
+        self._store = store
+        self.open: list[SampleRequest] = []
+        self._log: int | None = None
+        self._part: tuple[Any, ...] = ()  # the last message with requests
+        self._author = Author.STUDENT
+        super().__init__(number, facts, weights, report)
+
+    def send(self, requests: Sequence[SampleRequest], author: Author) -> None:
+        """Send requests whose rollouts the store has begun. No other process may have them."""
+        if self.connection.closed:
+            self._start()
+        self.open, self._author = list(requests), author
+        if self.open:
+            self._log = self._store.open_sampler_log(self._log)
+            self._part = part_of(self.open, self._store, self._log, author)
+            if self.ready:
+                self._send(self._part)
+
+    def receive(self) -> int:
+        """Read the next message; returns its count of new tokens. If the process is gone, a new one resumes its work."""
+        message = self._received()
+        if message is None:
+            self._restart()
+            return 0
+        kind, content = message
+        if kind == READY:
+            self.ready = True
+            self._send(self._part)
+            return 0
+        if kind == DRAWN:
+            return int(content)
+        self._deaths = 0
+        for row, facts in content:
+            self._store.link(row, facts)
+        self.open = []
+        return 0
+
+    def _restart(self) -> None:
+        self._buried()
+        left = self._unfinished()
+        self._died(finished=len(left) < len(self.open))
+        self.send(left, self._author)
+
+    def _unfinished(self) -> list[SampleRequest]:
+        """The unfinished requests, after the store has taken the contents of the log."""
+        self.settle()
+        unfinished = set(self._store.unfinished())
+        return [request for request in self.open if request.id in unfinished]
+
+    def settle(self) -> None:
+        """After the process has ended: let the store take its log. If the store has failed, the next run does this."""
+        if self._log is not None and not self._store.failed:
+            self._store.settle(self._log)
+        self._log = None
+
+
 class SamplerProcesses(LoggingSampler):
     """Samples in several processes. The training thread calls `load`, another one `keep`.
 
@@ -356,17 +380,10 @@ class SamplerProcesses(LoggingSampler):
         report: Callable[[str], None] = lambda line: None,
     ) -> None:
         """`facts`: revision, sampler, max_length, stop_ids, threads, in_flight, commit_ms, fsync; others come from `student`."""
-        moving = student.moving()
-        published = {name: tensor for name, tensor in student.weights(0).tensors.items() if name in moving}
-        self._weights, self._check = SharedWeights(layout_of(published)), check
-        own = {
-            "model": student.name,
-            "dtype": str(student.dtype).removeprefix("torch."),
-            "device": str(student.device),
-            "layout": self._weights.layout,
-        }
+        self._weights, own = shared_weights(student)
+        self._check = check
         self.processes = [
-            SamplerProcess(number, {**own, **facts}, self._weights, store, report) for number in range(count)
+            LoggingProcess(number, {**own, **facts}, self._weights, report, store) for number in range(count)
         ]
 
     @property
@@ -393,16 +410,163 @@ class SamplerProcesses(LoggingSampler):
         self._end(self.processes)
         self._weights.close()
 
-    def _end(self, processes: Sequence[SamplerProcess]) -> None:
+    def _end(self, processes: Sequence[LoggingProcess]) -> None:
         """Stop processes in parallel. Each makes its tokens durable, then the store takes its log."""
-        living = [process for process in processes if not process.connection.closed]
-        for process in living:
-            process.close_connection()
-        until = time.monotonic() + LEAVE
-        for process in living:
-            process.end(max(0.0, until - time.monotonic()))
+        end_processes(processes)
         for process in processes:
             process.settle()
+
+
+def shared_weights(student: LanguageModel) -> tuple[SharedWeights, dict[str, Any]]:
+    """Shared memory for the student's weights, and what a process has to know about the student."""
+    moving = student.moving()
+    published = {name: tensor for name, tensor in student.weights(0).tensors.items() if name in moving}
+    weights = SharedWeights(layout_of(published))
+    return weights, {
+        "model": student.name,
+        "dtype": str(student.dtype).removeprefix("torch."),
+        "device": str(student.device),
+        "layout": weights.layout,
+    }
+
+
+def end_processes(processes: Sequence[SamplerProcess]) -> None:
+    living = [process for process in processes if not process.connection.closed]
+    for process in living:
+        process.close_connection()
+    until = time.monotonic() + LEAVE
+    for process in living:
+        process.end(max(0.0, until - time.monotonic()))
+
+
+# --- Sampler processes for episodes: the next turn is requested when the environment has answered ---
+#
+# The thread that plays the episodes writes all tokens to the store, the environment's among the student's. So these processes send theirs back.
+
+
+class TurnProcess(SamplerProcess):
+    """A process that takes requests at any time, and sends back what it draws."""
+
+    def __init__(
+        self, number: int, facts: Mapping[str, Any], weights: SharedWeights, report: Callable[[str], None]
+    ) -> None:
+        self.open: dict[str, SampleRequest] = {}
+        self._drawn: dict[str, list[int]] = {}  # since the request was sent
+        self._ended = True  # whether the process knows that no more requests of the batch will come
+        super().__init__(number, facts, weights, report)
+
+    def send(self, request: SampleRequest) -> None:
+        if self.connection.closed:
+            self._start()
+        self.open[request.id], self._drawn[request.id], self._ended = request, [], False
+        if self.ready:
+            self._send([request])
+
+    def end_batch(self) -> None:
+        if not self._ended and self.ready and not self.connection.closed:
+            self._send(None)
+        self._ended = True
+
+    def receive(self) -> list[SampledToken | Finished]:
+        """The events of the next message. If the process is gone, a new one continues its requests."""
+        message = self._received()
+        if message is None:
+            self._restart()
+            return []
+        kind, content = message
+        if kind == READY:
+            self.ready = True
+            self._send(list(self.open.values()))
+            if self._ended:
+                self._send(None)
+            return []
+        events = from_columns(content)
+        for event in events:
+            if isinstance(event, Finished):
+                del self.open[event.request_id], self._drawn[event.request_id]
+                self._deaths = 0
+            else:
+                self._drawn[event.request_id].append(event.token)
+        return events
+
+    def _restart(self) -> None:
+        self._buried()
+        self._died(finished=False)  # answers that it finished have set the count to 0
+        self.open = {name: _continued(request, self._drawn[name]) for name, request in self.open.items()}
+        self._drawn = {name: [] for name in self.open}
+        if self.open:
+            self._start()
+
+    def forget(self) -> None:
+        """After it has been ended: nobody waits for its answers any more."""
+        self.open, self._drawn, self._ended = {}, {}, True
+
+
+class TurnProcesses:
+    """Samples in several processes, and takes requests that come later. The training thread calls `load`, another one `sample`.
+
+    `each`: the most unfinished requests of a process.
+    """
+
+    def __init__(
+        self,
+        student: LanguageModel,
+        count: int,
+        each: int,
+        facts: Mapping[str, Any],
+        check: Callable[[], None] = lambda: None,
+        report: Callable[[str], None] = lambda line: None,
+    ) -> None:
+        """`facts`: as of `SamplerProcesses`."""
+        self._weights, own = shared_weights(student)
+        self._each, self._check = each, check
+        told = {**own, **facts, "sends": True}
+        self.processes = [TurnProcess(number, told, self._weights, report) for number in range(count)]
+
+    @property
+    def version(self) -> int:
+        return self._weights.version
+
+    def load(self, weights: WeightsRef) -> None:
+        self._weights.put(weights)
+
+    def sample(self, requests: Iterable[Any]) -> Iterator[SampledToken | Finished]:
+        """`requests`: `SampleRequest`, or None while there is no other yet."""
+        source, more = iter(requests), True
+        try:
+            while more or any(process.open for process in self.processes):
+                more = more and self._distribute(source)
+                busy = {process.connection: process for process in self.processes if process.open}
+                if more and not busy:
+                    time.sleep(NOTHING_YET)
+                for connection in wait(list(busy), NOTHING_YET if more else POLL):
+                    yield from busy[connection].receive()  # type: ignore[index]
+                self._check()
+        finally:  # after an error, stop the processes that are still busy
+            left = [process for process in self.processes if process.open]
+            end_processes(left)
+            for process in left:
+                process.forget()
+
+    def _distribute(self, source: Iterator[SampleRequest | None]) -> bool:
+        """Send requests to the processes that have the fewest. Returns whether more may come."""
+        while True:
+            process = min(self.processes, key=lambda one: len(one.open))
+            if len(process.open) >= self._each:
+                return True
+            try:
+                request = next(source)
+            except StopIteration:
+                for one in self.processes:
+                    one.end_batch()
+                return False
+            if request is None:
+                return True
+            process.send(request)
+
+    def close(self) -> None:
+        end_processes(self.processes)
+        self._weights.close()
 
 
 # --- The main function of a sampler process ---
@@ -414,6 +578,11 @@ class SamplerProcesses(LoggingSampler):
 # here      drawn, drawn, …            the number of tokens of each sampler step, after they are in the log
 # here      kept                       all requests are finished and durable, with their places. The next part follows
 # here      failed                     an error message; a process that exits without one is restarted
+#
+# With `sends` among the facts, there are no logs:
+#
+# trainer   requests, requests, …, none   as they come, and then that the batch has no more
+# here      drawn, drawn, …               tokens and ends of answers
 #
 # Messages are bytes that hold no code (`common.messages`). When the trainer ends, the process saves its tokens and exits.
 
@@ -442,6 +611,8 @@ def _serve(trainer: Connection, weights: int) -> None:
     facts: Mapping[str, Any] = read_message(trainer.recv_bytes())
     sampler = _opened(facts, weights)
     trainer.send_bytes(write_message((READY, None)))
+    while facts.get("sends"):
+        _send_answers(trainer, sampler)
     log: SamplerLog | None = None
     try:
         while True:
@@ -476,6 +647,52 @@ def _opened(facts: Mapping[str, Any], weights: int) -> Any:
     layout: Mapping[str, Any] = facts["layout"]
     frozen = {name: tensor.detach() for name, tensor in copy.module.named_parameters() if name not in layout}
     return AheadSampler(sampler, SharedWeights(layout, weights, frozen), facts["in_flight"])
+
+
+class RequestsOf:
+    """The requests of a batch as the trainer sends them. None: there is no other yet."""
+
+    def __init__(self, trainer: Connection) -> None:
+        """Waits for the first."""
+        self._trainer, self._taken, self._more = trainer, deque[SampleRequest](), True
+        self.unfinished = 0
+        self._receive()
+
+    def _receive(self) -> None:
+        sent = read_message(self._trainer.recv_bytes())
+        self._more = sent is not None
+        self._taken.extend(sent or ())
+
+    def __iter__(self) -> Iterator[SampleRequest | None]:
+        return self
+
+    def __next__(self) -> SampleRequest | None:
+        if not self._taken and self._more and self._trainer.poll(0.0 if self.unfinished else POLL):
+            self._receive()
+        if self._taken:
+            self.unfinished += 1
+            return self._taken.popleft()
+        if not self._more:
+            raise StopIteration
+        return None
+
+
+def _send_answers(trainer: Connection, sampler: AheadSampler) -> None:
+    """Answer the requests of one batch. The tokens of a step are sent together, as soon as another step or an end follows."""
+    requests, drawn = RequestsOf(trainer), dict[str, SampledToken | Finished]()
+
+    def send() -> None:
+        if drawn:
+            trainer.send_bytes(write_message((DRAWN, to_columns(list(drawn.values())))))
+            drawn.clear()
+
+    for event in sampler.sample(requests):
+        if event.request_id in drawn:
+            send()
+        drawn[event.request_id] = event
+        if isinstance(event, Finished):
+            requests.unfinished -= 1
+            send()
 
 
 def part_of(requests: Sequence[SampleRequest], store: RolloutStore, log: int, author: Author) -> tuple[Any, ...]:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from opd.common.context import RunContext
-from opd.engines.alongside import LoggingSampler, ThreadSampler
+from opd.engines.alongside import LoggingSampler, SamplerProcesses, ThreadSampler, TurnProcesses
 from opd.engines.calls import Partner
 from opd.engines.kinds import SamplerKind
 from opd.engines.requests import weights_of
@@ -144,14 +144,13 @@ class Samplers:
         # samples batches alongside training; without a store, nothing is trained
         self.ahead = self._open_ahead(revision) if ahead and store is not None else None
 
-    def _open_ahead(self, revision: str | None) -> ThreadSampler | LoggingSampler:
+    def _open_ahead(self, revision: str | None) -> ThreadSampler | LoggingSampler | TurnProcesses:
         spec, student, rollout = self._spec, self._model, self._spec.rollout
         kind = spec.sampler.for_batches(rollout.prompts * rollout.samples, student)
         count, threads = spec.sampler_processes
         if count:
-            from opd.engines.alongside import SamplerProcesses
-
             assert self._store is not None
+            check, say = self._context.check_stop, self._context.say_of_stage
             facts = {
                 "revision": revision,
                 "sampler": kind.model_dump(mode="json"),
@@ -162,8 +161,10 @@ class Samplers:
                 "commit_ms": spec.store.commit_ms,
                 "fsync": spec.store.fsync,
             }
-            processes = SamplerProcesses(
-                student, count, self._store, facts, self._context.check_stop, self._context.say_of_stage
+            processes: SamplerProcesses | TurnProcesses = (
+                TurnProcesses(student, count, kind.sequences(), facts, check, say)
+                if spec.environments
+                else SamplerProcesses(student, count, self._store, facts, check, say)
             )
             self._close.append(processes.close)
             return processes

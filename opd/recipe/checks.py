@@ -181,11 +181,6 @@ def _environment(stage: Stage) -> Iterator[str]:
             f"rollout.environment with sampler {stage.sampler.name}: it takes all requests of a batch at once, and an episode's next turn "
             "is requested later. Use the built-in sampler or vllm."
         )
-    if stage.sampler.processes_alongside:
-        yield (
-            f"rollout.environment with sampler.processes {stage.sampler.processes_alongside}: those processes write only what they draw, and "
-            "episodes are played in the trainer's process. Set it to 0: then a thread samples ahead."
-        )
     if stage.checkpoint.resume == "exact":
         outside = next((one for one in stage.environments if one.effects == "outside"), None)
         if outside is not None:

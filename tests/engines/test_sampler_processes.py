@@ -21,13 +21,24 @@ import opd
 from opd.common.errors import OpdError, RecipeError, Stopped, TrainingError
 from opd.common.messages import read_message, write_message
 from opd.engines import prefork
-from opd.engines.alongside import DRAWN, READY, WEIGHTS, SamplerProcesses, SharedWeights, _draw, layout_of, main
+from opd.engines.alongside import (
+    DRAWN,
+    READY,
+    WEIGHTS,
+    SamplerProcesses,
+    SharedWeights,
+    TurnProcesses,
+    _draw,
+    layout_of,
+    main,
+)
 from opd.engines.builtin import Engine
 from opd.engines.kinds import BuiltInSampler
 from opd.models import load_model
 from opd.models.language_model import LanguageModel
 from opd.recipe import load_recipe
-from opd.records import Author, SampleRequest, Sampling, WeightsRef
+from opd.records import Author, Prompt, SampledToken, SampleRequest, Sampling, WeightsRef
+from opd.rollouts.environments import Environment, Episode, Step, Turn
 from opd.rollouts.rollouter import answers
 from opd.store import RolloutStore
 from opd.store.log import Files, SegmentLog
@@ -219,6 +230,68 @@ def test_a_process_that_dies_of_its_request_is_not_started_for_ever(
     store.close()
 
 
+class Slow(Environment):
+    """Answers a turn with its ids in reverse, after other turns have been sampled."""
+
+    name = "slow"
+
+    def open(self, prompt: Prompt, key: int) -> Episode:
+        return SlowEpisode()
+
+
+class SlowEpisode(Episode):
+    def step(self, turn: Turn) -> Step:
+        time.sleep(0.01 * (turn.number + 1))
+        return Step(turn.ids[::-1].tolist(), reward=1.0, done=turn.number == 3)
+
+
+def test_turns_in_two_processes_are_those_of_one_sampler_and_one_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    student, said = load_model("tiny/generalist"), []
+    sampling, slow = Sampling(48, temperature=4.0), Slow(turns=4, turn_tokens=7)
+    words = {f"r{key}": np.arange(5, 12 + key % 7, dtype=np.int32) for key in range(5)}
+    prompts = {name: Prompt(name, "d", text="", environment=None if name == "r3" else slow) for name in words}
+    asked = [SampleRequest(name, ids, key, sampling) for key, (name, ids) in enumerate(words.items())]
+    alone = Engine(student.inference_copy(), BuiltInSampler(slots=4), 80, merge_stop=student.stop_ids)
+    alone.load(student.weights(7))
+    play: dict[str, Any] = {"prompts": prompts, "tokenizer": student.tokenizer}
+    expected = answers(alone, asked, **play)
+    monkeypatch.setattr("opd.engines.prefork.subprocess.Popen", Forked)
+    both = TurnProcesses(student, 2, 3, facts(student), report=said.append)
+    drawn: list[SampledToken] = []
+
+    def drew(token: SampledToken) -> None:
+        drawn.append(token)
+        if len(drawn) == 40:
+            both.processes[0].process.kill()
+
+    try:
+        both.load(student.weights(7))
+        for ours, theirs in zip(answers(both, asked, on_token=drew, **play), expected, strict=True):
+            assert ours.response_ids.tolist() == theirs.response_ids.tolist()
+            assert ours.author.tolist() == theirs.author.tolist()
+            assert ours.stop == theirs.stop
+            assert np.allclose(ours.logprob, theirs.logprob, atol=1e-5, equal_nan=True)
+        assert len(said) == 1
+        assert "sampler process 0 has ended (exit code -9" in said[0]
+        with torch.no_grad():
+            student.head.weight.mul_(0.5)
+        both.load(student.weights(8))
+        (rollout,) = answers(both, asked[:1], **play)
+        assert set(rollout.version[rollout.author == Author.STUDENT].tolist()) == {8}
+
+        def stop() -> None:
+            if any(process.open for process in both.processes):
+                raise Stopped
+
+        with pytest.raises(Stopped):
+            answers(both, asked, check_stop=stop, **play)
+        (again,) = answers(both, asked[:1], **play)  # with processes that are new
+        assert again.response_ids.tolist() == rollout.response_ids.tolist()
+    finally:
+        both.close()
+    assert all(process.process.returncode is not None for process in both.processes)
+
+
 def test_weights_in_shared_memory() -> None:
     class Taking:
         held: WeightsRef
@@ -299,6 +372,21 @@ def test_a_run_with_sampler_processes(tmp_path: Path, in_flight: str) -> None:
     assert run.metrics[0]["loss"] == pytest.approx(alone.metrics[0]["loss"], rel=1e-5)
     if in_flight == "wait":
         assert all(entry.versions[0] == entry.versions[1] for entry in entries)
+
+
+@pytest.mark.crash
+def test_a_run_with_episodes_and_sampler_processes(tmp_path: Path) -> None:
+    """With weights that do not move, so that it does not matter when a turn is sampled."""
+    dialogue = {"prompts": 6, "max_new_tokens": 40, "environment": {"kind": "dialogue", "turn_tokens": 6}}
+    played = AHEAD | {"prompts": "task:dialogue", "teachers": {"arithmetic": "tiny/arithmetic"}}
+    played |= {"objective": {"form": "direct"}, "train": {"steps": 3, "lr": 1e-30}}
+    settings = {"rollout": {**dialogue, "staleness": 2}, "sampler": {"processes": 2}}
+    ahead = durable(opd.run(played | settings, out=tmp_path / "run").directory)
+    alone = durable(opd.run(played | {"rollout": dialogue}, out=tmp_path / "alone").directory)
+    assert ahead.keys() == alone.keys()
+    for name, rollout in alone.items():
+        assert ahead[name].response_ids.tolist() == rollout.response_ids.tolist()
+        assert ahead[name].author.tolist() == rollout.author.tolist()
 
 
 @pytest.mark.crash

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 import socket
 import subprocess
 import sys
@@ -16,6 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+import opd
 from opd.common.errors import RecipeError
 from opd.environments.mcp import McpEnvironment
 from opd.environments.simulators import (
@@ -24,7 +27,7 @@ from opd.environments.simulators import (
     ScienceWorldEnvironment,
     TextArenaEnvironment,
 )
-from opd.records import Prompt
+from opd.records import Author, Prompt
 from opd.rollouts.environments import Environment, Step, Turn
 from opd.rollouts.tool_calls import Call
 
@@ -55,6 +58,45 @@ def replayed(environment: Environment, *texts: str) -> list[str]:
     first = played(environment, *texts)
     assert played(environment, *texts) == first
     return first
+
+
+def roomy(name: str, directory: Path) -> str:
+    """A tiny model that reads texts as long as those of these packages."""
+    place = directory / name
+    shutil.copytree(Path(opd.__file__).parent / "models" / "tiny" / name, place)
+    config = json.loads((place / "config.json").read_text())
+    (place / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 8192}))
+    return str(place)
+
+
+def trained(environment: dict[str, Any], directory: Path, **changes: Any) -> opd.Run:
+    """A short run in an environment, in which the student comes closer to its teacher."""
+    run = opd.run({
+        "student": roomy("spelling", directory), "teachers": {"t": roomy("arithmetic", directory)}, "prompts": "episodes:game",
+        "rollout": {"prompts": 8, "max_new_tokens": 6000, "environment": {"turns": 3, "turn_tokens": 8, "call_seconds": 60, **environment}},
+        "objective": {"form": "direct", "divergence": "forward_kl"}, "train": {"steps": 8, "lr": 1e-3}, "eval": {"prompts": 0},
+        "log": {"start_table": False}, "device": "cpu", **changes,
+    }, out=directory / "run")  # fmt: skip
+    kl = [line["loss"] for line in run.metrics]  # the forward KL, at every token of the student
+    assert np.mean(kl[-3:]) < 0.7 * np.mean(kl[:2]), kl
+    assert all(line["env/lost"] == 0 for line in run.metrics)
+    return run
+
+
+@pytest.mark.parametrize(
+    "environment",
+    [
+        {"kind": "gymnasium", "id": "FrozenLake-v1", "action": "number"},
+        {"kind": "gymnasium", "package": "gem", "id": "game:GuessTheNumber-v0-easy"},
+        {"kind": "textarena", "id": "GuessTheNumber-v0"},
+        {"kind": "scienceworld", "task": "find-living-thing", "turns": 2, "workers": 2},
+    ],
+    ids=["gymnasium", "gem", "textarena", "scienceworld"],
+)
+def test_a_student_learns_in_a_package(environment: dict[str, Any], tmp_path: Path) -> None:
+    run = trained(environment, tmp_path)
+    rollouts = run.rollouts.load(list(run.rollouts.entries))
+    assert np.mean([(rollout.author == Author.ENV).any() for rollout in rollouts]) > 0.9  # its replies were read
 
 
 def test_gymnasium() -> None:
@@ -167,6 +209,43 @@ else:
 '''
 
 
+KNOWN = """
+import opd
+from opd.environments.mcp import McpEnvironment
+
+
+@opd.register
+class KnownCalls(McpEnvironment):
+    name = "known_calls"
+
+    def oracle(self, prompt):
+        return ['<tool_call>{"name": "add", "arguments": {"a": 2, "b": 3}}</tool_call>', "5"]
+"""
+
+
+def learns_to_call(server: dict[str, Any], directory: Path) -> None:
+    """The student clones calls of the server's tools, then makes them itself while it comes closer to its teacher."""
+    (directory / "known.py").write_text(KNOWN)
+    tools = {"tool_calls": "json", "tool_effects": "none", "allow": ["add"], "turn_tokens": 80, **server}
+    clone = {
+        "name": "clone", "objective": {"form": "cross_entropy", "on": ["data"]}, "train": {"steps": 60, "lr": 3e-3},
+        "rollout": {"writers": [{"kind": "oracle", "share": 1}], "environment": {"kind": "known_calls", **tools}},
+    }  # fmt: skip
+    play = {"name": "play", "student": "stage:clone", "teachers": {"t": roomy("arithmetic", directory)},
+            "objective": {"form": "direct", "divergence": "forward_kl"}, "train": {"steps": 8, "lr": 1e-3},
+            "rollout": {"environment": {"kind": "mcp", **tools}}}  # fmt: skip
+    run = opd.run({
+        "plugins": [str(directory / "known.py")], "student": roomy("spelling", directory), "prompts": "task:addition",
+        "rollout": {"prompts": 4, "max_new_tokens": 600}, "eval": {"prompts": 0}, "log": {"start_table": False}, "device": "cpu",
+        "stages": [clone, play],
+    }, out=directory / "run")  # fmt: skip
+    played = [line for line in run.metrics if line["stage"] == "play"]
+    assert played[0]["env/calls"] >= 0.5
+    assert sum(line["env/lost"] + line["env/errors"] for line in run.metrics) == 0
+    kl = [line["loss"] for line in played]
+    assert np.mean(kl[-3:]) < 0.7 * np.mean(kl[:2]), kl
+
+
 def calls(environment: McpEnvironment, *made: tuple[str, dict[str, Any]]) -> list[str]:
     episode = environment.open(prompt(), 1)
     given = tuple(Call(name, arguments, f"call{number:05d}") for number, (name, arguments) in enumerate(made))
@@ -194,12 +273,14 @@ def test_an_mcp_server_as_a_process(tmp_path: Path) -> None:
     )
     used(environment)
     assert calls(environment, ("note", {"text": "y"})) == ["y"]  # a session of its own
+    learns_to_call({"command": environment.command, "variables": ["PYTHONPATH"], "session": "shared", "call_seconds": 60}, tmp_path)
 
 
 def test_an_mcp_server_over_http(tmp_path: Path) -> None:
     with served(tmp_path / "server.py", MCP) as url:
         used(McpEnvironment(url=f"{url}/mcp", call_seconds=60))
         used(McpEnvironment(url=f"{url}/mcp", session="shared", call_seconds=60))
+        learns_to_call({"url": f"{url}/mcp", "call_seconds": 60}, tmp_path)
 
 
 OPENENV = """
@@ -248,3 +329,4 @@ def test_openenv(tmp_path: Path) -> None:
         assert played(environment, number=1) != said[:1]
         with pytest.raises(RecipeError, match=r"no observation_key 'x'; there is: .*said"):
             played(OpenEnvEnvironment(url=url, observation_key="x", call_seconds=60))
+        trained({"kind": "openenv", "url": url}, tmp_path)

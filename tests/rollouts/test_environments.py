@@ -179,7 +179,6 @@ def test_an_environment_that_changes_its_mind_is_noticed(
         ("rollout.environment.turns=0", "greater than or equal to 1"),
         ("rollout.environment.kind=gues", "did you mean 'guess'"),
         ("rollout.teacher_mix=0.2", "one turn"),
-        ("rollout.staleness=1 sampler.processes=2", "a thread samples ahead"),
         ("sampler.engine=at_once", "takes all requests of a batch at once"),
         ("checkpoint.resume=exact rollout.environment.kind=guess_outside", "an interrupted call is not repeated"),
     ],

@@ -19,7 +19,7 @@ import torch
 import opd
 import opd.runner.pipeline  # slow to import: once, in the process that the others are forked from
 from opd import cli
-from opd.engines.alongside import SamplerProcess
+from opd.engines.alongside import LoggingProcess
 from opd.records import Author, Rollout, TokenColumns
 from opd.store import RolloutStore, iterate
 
@@ -89,9 +89,9 @@ def _command(
                 store.commit(sync=True)
                 os.kill(os.getpid(), by)
 
-        hear = SamplerProcess.receive
+        hear = LoggingProcess.receive
 
-        def told(process: SamplerProcess) -> int:
+        def told(process: LoggingProcess) -> int:
             """Of samplers in processes of their own, whose tokens are in their logs, or nearly."""
             count = hear(process)
             left[0] -= count
@@ -101,7 +101,7 @@ def _command(
             return count
 
         RolloutStore.append_many = struck  # type: ignore[method-assign]
-        SamplerProcess.receive = told  # type: ignore[method-assign]
+        LoggingProcess.receive = told  # type: ignore[method-assign]
     try:
         signal.signal(signal.SIGINT, signal.default_int_handler)
         cli.main()
