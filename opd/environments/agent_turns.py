@@ -185,7 +185,7 @@ class AgentPlaying(Playing):
         if self._episode is None:
             return Asked(
                 done=True,
-                feedback="the run was interrupted, and the agent must not be started twice",
+                feedback=self._unopened or "the run was interrupted, and the agent must not be started twice",
                 counts={"lost": 1},
             )
         session = self._episode.session

@@ -52,12 +52,16 @@ class Game(ABC):
     @abstractmethod
     def act(self, action: Any) -> Observed: ...
 
+    def why_not(self, action: Any) -> str:
+        """Why an action is not possible at all; empty if it is, or if the simulator answers that itself."""
+        return ""
+
     def close(self) -> None:  # noqa: B027  optional
         """Free what it holds."""
 
 
 class Simulator(Environment):
-    """Base of the kinds in this file. A turn without an action is answered with a hint and gets no reward."""
+    """Base of the kinds in this file. A turn without a possible action is answered with a hint and earns 0."""
 
     effects: ClassVar[Effects] = "own"
     package_name: ClassVar[str]
@@ -94,9 +98,9 @@ class GameEpisode(Episode):
 
     def step(self, turn: Turn) -> Step:
         action = action_of(turn.text, self._environment.action)
-        if action is None:
-            hint = {"role": "user", "content": HINTS[self._environment.action]}
-            return Step(messages=[hint], reward=0.0, counts={"malformed": 1})
+        problem = HINTS[self._environment.action] if action is None else self._game.why_not(action)
+        if problem:
+            return Step(messages=[{"role": "user", "content": problem}], reward=0.0, counts={"malformed": 1})
         observation, reward, done = self._game.act(action)
         messages = [] if done else [{"role": "user", "content": observation}]
         return Step(messages=messages, reward=reward, done=done, feedback=observation if done else "")
@@ -167,6 +171,13 @@ class GymnasiumGame(Game):
     def act(self, action: Any) -> Observed:
         observation, reward, terminated, truncated, _ = self._made.step(action)
         return Observed(_observation_text(observation), float(reward), bool(terminated or truncated))
+
+    def why_not(self, action: Any) -> str:
+        """Numbers outside a Discrete space raise an error in many environments."""
+        space = getattr(self._made, "action_space", None)
+        if not isinstance(action, int) or not hasattr(space, "n") or not hasattr(space, "start") or space.contains(action):
+            return ""
+        return f"{action} is not an action. Write a number from {space.start} to {space.start + space.n - 1}."
 
     def close(self) -> None:
         if hasattr(self._made, "close"):

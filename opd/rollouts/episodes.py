@@ -209,6 +209,7 @@ class Playing:
             self._turns = min(self._turns, len(self._given.turns))
         self._key_turn: str | None = None  # what was written in the first turn after the given ones
         self._episode: Episode | None = None
+        self._unopened = ""  # why there is no episode
         self._closing, self._abandoned = threading.Lock(), False
         self.ids: list[int] = []  # the response so far
         self._start = self._turn = 0  # where the current turn begins, and its number
@@ -247,10 +248,10 @@ class Playing:
                 if _ends_run(error):
                     raise
                 if attempt == OPENINGS:
-                    raise TrainingError(
+                    self._unopened = (
                         f"environment {environment.name} could not open an episode of prompt {self._prompt.id!r} in {OPENINGS} attempts: "
                         f"{type(error).__name__}: {first_line(error)}"
-                    ) from error
+                    )
         if self._abandoned:
             self.close()
 
@@ -315,6 +316,11 @@ class Playing:
 
     def proceed(self, sink: TurnSink) -> Turn | Malformed | SampleRequest | None:
         """After opening, and after each response: the stored turn to play again, the given turn, or the turn to sample."""
+        if self._unopened:
+            self._counts.update(lost=1, errors=1)
+            self._feedback.append(self._unopened)
+            self._end(sink)
+            return None
         known = None
         while self._stored:
             own, part = self._stored[0]

@@ -246,6 +246,12 @@ def _warnings(spec: Stage, outlooks: Iterable[RemoteFacts], doubtful: Sequence[s
     view = StageView.of(spec)
     notes = [note for outlook in outlooks for note in outlook.notes]
     notes += [*_train_warnings(spec), *(doubtful if spec.uses_rewards or spec.eval.prompts else ())]
+    seen = [*spec.environments, *(source.environment for source in spec.eval.further if source.environment is not None)]
+    if spec.eval.prompts and any(environment.effects == "outside" for environment in seen):
+        notes.append(
+            "WARNING: evaluation also plays environments with effects outside, and does not log their steps: an interrupted one is "
+            "repeated with all its effects. If that must not happen, set eval.prompts: 0."
+        )
     return notes + [
         f"WARNING: teachers.{name}: {line}" for name, kind in spec.teachers.items() for line in kind.warn(view)
     ]

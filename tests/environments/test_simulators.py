@@ -27,8 +27,16 @@ PACKAGE = '''
 import random
 
 
+class Steps:
+    start, n = -5, 11
+
+    def contains(self, action):
+        return -5 <= action <= 5
+
+
 class Walk:
     closed = 0
+    action_space = Steps()
 
     def __init__(self, goal=None):
         self.goal = goal
@@ -81,6 +89,9 @@ def test_a_game_is_played_by_turns(package: str) -> None:
     assert steps[1].counts == {"malformed": 1}
     assert steps[2].feedback == "at 6"
     assert [step.done for step in played(environment, "0", "0", "0")] == [False, False, True]  # cut by the environment
+    too_far, near = played(environment, "6", "1")
+    assert too_far.messages == [{"role": "user", "content": "6 is not an action. Write a number from -5 to 5."}]
+    assert (too_far.reward, too_far.counts, near.reward) == (0.0, {"malformed": 1}, 1.0)
 
 
 def test_samples_of_a_prompt_begin_in_the_same_way(package: str) -> None:

@@ -20,6 +20,7 @@ from opd.records import Author, Prompt, SampleRequest, Sampling
 from opd.rollouts.environments import Environment, Episode, Step, Turn
 from opd.rollouts.episodes import Dialogues, Playing, TurnSource
 from opd.rollouts.rollouter import MemorySink, answers
+from opd.runner.plan import make_plan
 
 PLUGIN = '''
 """A guessing game: the student answers until it is right."""
@@ -190,6 +191,50 @@ def test_what_environments_cannot_do_is_said_when_the_recipe_is_read(
         file.write(MORE)
     with pytest.raises(RecipeError, match=words):
         load_recipe(recipe, change.split())
+
+
+FLAKY = """
+
+class Flaky(Environment):
+    name = "flaky"
+
+    def open(self, prompt, key):
+        if key % 3:
+            raise OSError("no room")
+        return FlakyEpisode()
+
+
+class FlakyEpisode(Episode):
+    def step(self, turn):
+        return Step(messages=[{"role": "user", "content": "go on"}], reward=1.0)
+
+
+opd.register(Flaky)
+"""
+
+
+def test_episodes_that_cannot_be_opened_do_not_end_the_run(recipe: dict[str, Any], tmp_path: Path) -> None:
+    with open(recipe["plugins"][0], "a") as file:
+        file.write(FLAKY)
+    spec = changed(recipe, environment={"kind": "flaky", "turns": 2, "turn_tokens": 4})
+    run = opd.run(spec | {"train": {"steps": 2, "lr": 1e-3}}, out=tmp_path / "run")
+    entries = list(run.rollouts.entries.values())
+    lost = [entry for entry in entries if entry.length == 0]
+    assert 0 < len(lost) < len(entries) == 16
+    assert all("no room" in entry.notes["feedback"] and entry.notes["reward"] is None for entry in lost)
+    assert sum(line["env/lost"] for line in run.metrics) == len(lost)
+    assert all(np.isfinite(line["loss"]) for line in run.metrics)
+
+
+def test_effects_of_evaluation_are_announced(recipe: dict[str, Any]) -> None:
+    with open(recipe["plugins"][0], "a") as file:
+        file.write(MORE)
+
+    def notes(*changes: str) -> str:
+        return " ".join(make_plan(load_recipe(recipe, list(changes)))[0].notes)
+
+    assert "evaluation also plays environments with effects outside" in notes("rollout.environment.kind=guess_outside")
+    assert "outside" not in notes("rollout.environment.kind=guess_outside", "eval.prompts=0") + notes()
 
 
 def test_an_experience_is_made_from_whole_episodes(recipe: dict[str, Any], tmp_path: Path) -> None:

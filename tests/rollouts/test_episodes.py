@@ -213,14 +213,16 @@ def test_a_failing_environment_loses_rollouts_without_a_reward(tokenizer: Any) -
     assert notes["p0"]["lost"] == notes["p0"]["timeouts"] == 1
 
 
-def test_an_environment_that_cannot_be_opened_is_an_error() -> None:
-    model = load_model("tiny/generalist")
+def test_an_episode_that_cannot_be_opened_is_lost() -> None:
+    model, notes = load_model("tiny/generalist"), dict[str, dict[str, Any]]()
     prompt = Prompt("p", "d", messages=({"role": "user", "content": "go"},), environment=Broken(how="opens"))
-    with pytest.raises(TrainingError, match="could not open an episode of prompt 'p' in 3 attempts: ConnectionError"):
-        answers(
-            ScriptedSampler(model.tokenizer, {}), [request_for(prompt, model.tokenizer)], prompts={"p": prompt},
-            tokenizer=model.tokenizer,
-        )  # fmt: skip
+    (rollout,) = answers(
+        ScriptedSampler(model.tokenizer, {}), [request_for(prompt, model.tokenizer)], prompts={"p": prompt},
+        tokenizer=model.tokenizer, notes=notes,
+    )  # fmt: skip
+    assert (rollout.stop, rollout.response_ids.size) == ("env", 0)
+    assert notes["p"]["lost"] == notes["p"]["errors"] == 1
+    assert "could not open an episode of prompt 'p' in 3 attempts: ConnectionError" in notes["p"]["feedback"]
 
 
 class Reported(Exception):
