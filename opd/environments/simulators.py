@@ -175,7 +175,12 @@ class GymnasiumGame(Game):
     def why_not(self, action: Any) -> str:
         """Numbers outside a Discrete space raise an error in many environments."""
         space = getattr(self._made, "action_space", None)
-        if not isinstance(action, int) or not hasattr(space, "n") or not hasattr(space, "start") or space.contains(action):
+        if (
+            not isinstance(action, int)
+            or not hasattr(space, "n")
+            or not hasattr(space, "start")
+            or space.contains(action)
+        ):
             return ""
         return f"{action} is not an action. Write a number from {space.start} to {space.start + space.n - 1}."
 

@@ -111,7 +111,7 @@ class BatchMaker:
             }
             counts |= played_metrics([
                 (rollout, noted) for rollout, noted in zip(rollouts, notes, strict=True)
-                if prompts[rollout.prompt_id].environment is not None and (rollout.author != Author.DATA).any()
+                if prompts[rollout.prompt_id].environment is not None and (not rollout.author.size or (rollout.author != Author.DATA).any())
             ])  # fmt: skip
             rollouts = [with_calls(rollout, noted) for rollout, noted in zip(rollouts, notes, strict=True)]
             rollouts, rewards = self._split(rollouts, notes, prompts, rewards)

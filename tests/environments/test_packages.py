@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import socket
 import subprocess
@@ -69,16 +70,17 @@ def roomy(name: str, directory: Path) -> str:
     return str(place)
 
 
-def trained(environment: dict[str, Any], directory: Path, **changes: Any) -> opd.Run:
-    """A short run in an environment, in which the student comes closer to its teacher."""
+def trained(environment: dict[str, Any], directory: Path, falls: bool = True, **changes: Any) -> opd.Run:
+    """A short run in an environment. `falls`: the student comes closer to its teacher."""
+    rollout = {"prompts": 8, "max_new_tokens": 6000, **changes.pop("rollout", {})}
     run = opd.run({
         "student": roomy("spelling", directory), "teachers": {"t": roomy("arithmetic", directory)}, "prompts": "episodes:game",
-        "rollout": {"prompts": 8, "max_new_tokens": 6000, "environment": {"turns": 3, "turn_tokens": 8, "call_seconds": 60, **environment}},
+        "rollout": {**rollout, "environment": {"turns": 3, "turn_tokens": 8, "call_seconds": 60, **environment}},
         "objective": {"form": "direct", "divergence": "forward_kl"}, "train": {"steps": 8, "lr": 1e-3}, "eval": {"prompts": 0},
         "log": {"start_table": False}, "device": "cpu", **changes,
     }, out=directory / "run")  # fmt: skip
     kl = [line["loss"] for line in run.metrics]  # the forward KL, at every token of the student
-    assert np.mean(kl[-3:]) < 0.7 * np.mean(kl[:2]), kl
+    assert not falls or np.mean(kl[-3:]) < 0.7 * np.mean(kl[:2]), kl
     assert all(line["env/lost"] == 0 for line in run.metrics)
     return run
 
@@ -273,7 +275,9 @@ def test_an_mcp_server_as_a_process(tmp_path: Path) -> None:
     )
     used(environment)
     assert calls(environment, ("note", {"text": "y"})) == ["y"]  # a session of its own
-    learns_to_call({"command": environment.command, "variables": ["PYTHONPATH"], "session": "shared", "call_seconds": 60}, tmp_path)
+    learns_to_call(
+        {"command": environment.command, "variables": ["PYTHONPATH"], "session": "shared", "call_seconds": 60}, tmp_path
+    )
 
 
 def test_an_mcp_server_over_http(tmp_path: Path) -> None:
@@ -330,3 +334,59 @@ def test_openenv(tmp_path: Path) -> None:
         with pytest.raises(RecipeError, match=r"no observation_key 'x'; there is: .*said"):
             played(OpenEnvEnvironment(url=url, observation_key="x", call_seconds=60))
         trained({"kind": "openenv", "url": url}, tmp_path)
+
+
+SUMS = """
+import urllib.request, json
+import verifiers.v1 as vf
+
+
+class Sum(vf.TaskData):
+    answer: str = ""
+
+
+class SumTask(vf.Task[Sum, vf.State]):
+    @vf.reward
+    async def right(self, trace: vf.Trace) -> float:
+        return float(len(trace.nodes) > 0)
+
+
+class Sums(vf.Taskset[SumTask, vf.TasksetConfig]):
+    def load(self):
+        return [SumTask(Sum(prompt=f"add {number}+1", answer=str(number + 1)), self.config.task) for number in range(3)]
+
+
+class Twice(vf.Harness[vf.HarnessConfig]):
+    \"\"\"Asks, and asks again. A program that verifiers installs would need uv and its registry.\"\"\"
+
+    EXECUTES_CODE = NEEDS_CONTAINER = False
+
+    async def launch(self, ctx, trace, runtime, endpoint, secret, mcp_urls, data):
+        from openai import AsyncOpenAI
+
+        client, messages = AsyncOpenAI(base_url=endpoint, api_key=secret), [{"role": "user", "content": data.prompt}]
+        for _ in range(2):
+            found = await client.chat.completions.create(model=ctx.model, messages=messages, max_tokens=6)
+            said = found.choices[0].message.content or ""
+            messages += [{"role": "assistant", "content": said}, {"role": "user", "content": "again"}]
+        return vf.ProgramResult(exit_code=0, stdout="", stderr="")
+
+
+__all__ = ["Sums", "Twice"]
+"""
+
+
+def test_verifiers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "tiny_sums.py").write_text(SUMS)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    settings = {"taskset": {"id": "tiny-sums"}, "agent": {"runtime": {"type": "subprocess"}}}
+    python = os.environ["VERIFIERS_PYTHON"]
+    run = trained(
+        {"kind": "verifiers", "python": python, "settings": settings, "call_seconds": 300, "workers": 2, "turn_tokens": 6},
+        tmp_path, falls=False, rollout={"prompts": 2, "max_new_tokens": 200}, train={"steps": 2, "lr": 1e-3},
+    )  # fmt: skip
+    notes = [entry.notes for entry in run.rollouts.entries.values()]
+    assert [noted["reward"] for noted in notes] == [1.0] * 4
+    assert all(noted["conversations"] == 1 for noted in notes)
+    asked = [run.rollouts.load([name])[0] for name in run.rollouts.entries]
+    assert all((np.diff(rollout.author == Author.STUDENT) == 1).sum() == 2 for rollout in asked)

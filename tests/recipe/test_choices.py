@@ -138,6 +138,7 @@ EXAMPLES: dict[str, dict[str, Any]] = {
     "environment.scienceworld": {"task": "boil", "simplifications": "", "steps": 9, "action": "text"},
     "environment.agent": {"command": ["python", "agent.py"], "variables": ["KEY"], "columns": ["answer"], "program_effects": "outside",
                           "repeats": "sample", "turns": 3, "call_seconds": 9.0, "workers": 2},
+    "environment.verifiers": {"python": "python3", "settings": {"taskset": {"id": "sums"}}, "turns": 3, "call_seconds": 9.0},
     "environment.openenv": {"url": "http://127.0.0.1:8000", "action_key": "message", "observation_key": "said", "options": {"size": 3}},
 }  # fmt: skip
 
