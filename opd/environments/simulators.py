@@ -174,7 +174,7 @@ class GymnasiumGame(Game):
 
     def why_not(self, action: Any) -> str:
         """Numbers outside a Discrete space raise an error in many environments."""
-        space = getattr(self._made, "action_space", None)
+        space: Any = getattr(self._made, "action_space", None)
         if (
             not isinstance(action, int)
             or not hasattr(space, "n")
