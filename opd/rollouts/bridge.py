@@ -22,6 +22,7 @@ from opd.records import Message, Prompt
 from opd.rollouts.tool_calls import Call, Tool
 
 MARK, ASK, REPLY = "qMARKz", "qASKz", "qREPLYz"
+KNOWN = 4096  # messages between turns whose ids are kept: those of games repeat, and rendering takes a millisecond
 SEAMS = ("ok", "It is 7.", "7", "}", "\n", "</tool_call>")  # endings of turns that the start-up check tries
 
 # How results of tools are rendered: after a turn with calls, after a turn with text, or as a user's message.
@@ -50,6 +51,7 @@ class Bridge:
         self._kwargs = dict(template_kwargs or {})
         if tools:
             self._kwargs["tools"] = [tool.schema() for tool in tools]
+        self._known: dict[tuple[str, bool], np.ndarray] = {}  # ids of messages that were rendered before
         self._stops = self._stop_texts()
         self._special = re.compile("|".join(map(re.escape, sorted({*self._specials(), MARK}, key=len, reverse=True))))
         self.ends_differ = False  # whether another token ends the last turn than earlier ones
@@ -62,6 +64,16 @@ class Bridge:
         `stopped`: whether the turn ended with a stop id that was sampled. `calls`: the calls that the messages of role `tool`
         answer. Special tokens in the messages' text are broken up, so no text can end or begin a turn.
         """
+        if calls:  # their ids are new each time
+            return self._rendered_ids(messages, stopped, calls)
+        known = (repr(messages), stopped)
+        if known not in self._known:
+            if len(self._known) >= KNOWN:
+                self._known.clear()
+            self._known[known] = self._rendered_ids(messages, stopped, ())
+        return self._known[known].copy()
+
+    def _rendered_ids(self, messages: Sequence[Message], stopped: bool, calls: Sequence[Call]) -> np.ndarray:
         style, messages = self._styled(messages, calls)
         text = self._after_mark(_answer(calls if style == "calls" else ()), messages)
         before, end = self._ends[style]

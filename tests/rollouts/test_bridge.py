@@ -122,6 +122,23 @@ def test_a_cut_turn_is_ended_by_the_bridge() -> None:
     assert cut[1:].tolist() == ended.tolist()
 
 
+def test_messages_that_come_again_are_not_rendered_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer, stop_ids = template_tokenizer(CHATML)
+    bridge, asked = Bridge(tokenizer, stop_ids), list[Any]()
+    render = bridge._rendered_ids
+    monkeypatch.setattr(bridge, "_rendered_ids", lambda *given: asked.append(given) or render(*given))
+    first = bridge.ids([user("b2")], stopped=True)
+    known = first.tolist()
+    first[:] = 0  # the caller's own
+    again = bridge.ids([user("b2")], stopped=True)
+    assert again.tolist() == known
+    bridge.ids([user("b2")], stopped=False)
+    bridge.ids([user("b3")], stopped=True)
+    bridge.ids([user("b2")], stopped=True, calls=[CALL])
+    bridge.ids([user("b2")], stopped=True, calls=[CALL])
+    assert len(asked) == 5
+
+
 def test_a_token_that_ends_only_the_last_turn_is_replaced() -> None:
     """The student samples <|return|>; before another message the template writes <|end|>."""
     tokenizer, stop_ids = template_tokenizer(OWN["two_ends"])

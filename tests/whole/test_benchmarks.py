@@ -58,6 +58,7 @@ SMALLEST = {
     "store_index": "--rows 2000",
     "store_writer": "--tokens 4000 --slots 8 --mean 20 --repeats 1",
     "async": "--staleness 1 --seeds 1 --steps 2 --prompts 4 --questions 4 --processes 0",
+    "agents": "--directory {run} --seeds 1 --arms one-turn score --tokens 60 --steps 4 --rollouts 8 --start-steps 6 1 --teacher-steps 1 1 --prompts 3",
     "store_overhead": "--model tiny/arithmetic --pairs 2 --requests 2 --new-tokens 4",
 }
 UNTRIED = ("step_trl",)  # TRL is no dependency
