@@ -162,10 +162,10 @@ def _rewarded(
     ]
     played = [answer for question in asked for answer in answered[question.prompt.id]]
     every = [sample for group in samples for sample in group]
-    settled = [one.lost or one.earned is not None for one in played]
-    given = iter(reward([sample for sample, known in zip(every, settled, strict=True) if not known]))  # in parallel
+    rewarded = [one.lost or one.earned is not None for one in played]
+    given = iter(reward([sample for sample, known in zip(every, rewarded, strict=True) if not known]))  # in parallel
     results = iter(
-        [RewardResult(one.earned) if known else next(given) for one, known in zip(played, settled, strict=True)]
+        [RewardResult(one.earned) if known else next(given) for one, known in zip(played, rewarded, strict=True)]
     )
     return samples, [[next(results) for _ in group] for group in samples]
 

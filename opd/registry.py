@@ -107,7 +107,7 @@ class Needs:
         kinds: tuple[SignalKind, ...] = ("hidden", "topk")
         return tuple(dict.fromkeys((*self.signals, *((role, kind) for role, _ in self.topk for kind in kinds))))
 
-    def settled(self, with_hidden: Callable[[str], bool]) -> tuple[tuple[str, SignalKind], ...]:
+    def chosen(self, with_hidden: Callable[[str], bool]) -> tuple[tuple[str, SignalKind], ...]:
         """The signals to ask for. `with_hidden` says whether a role has hidden states, which are better than the likeliest ids."""
         either: list[tuple[str, SignalKind]] = [
             (role, "hidden" if with_hidden(role) else "topk") for role, _ in self.topk

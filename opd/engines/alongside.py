@@ -520,8 +520,8 @@ class TurnProcesses:
         """`facts`: as of `SamplerProcesses`."""
         self._weights, own = shared_weights(student)
         self._each, self._check = each, check
-        told = {**own, **facts, "sends": True}
-        self.processes = [TurnProcess(number, told, self._weights, report) for number in range(count)]
+        facts = {**own, **facts, "sends": True}
+        self.processes = [TurnProcess(number, facts, self._weights, report) for number in range(count)]
 
     @property
     def version(self) -> int:

@@ -150,7 +150,7 @@ class Objective:
             needs = Needs()
             for number in key[1:]:
                 needs |= self.terms[number].needs(updates)
-            signals = sorted(needs.settled(self._with_hidden), key=lambda need: need[1] != "hidden")
+            signals = sorted(needs.chosen(self._with_hidden), key=lambda need: need[1] != "hidden")
             self._known[key] = needs, signals
         return self._known[key]
 

@@ -403,7 +403,7 @@ def _offers(stage: Stage) -> Iterator[str]:
 
     for number, term in enumerate(stage.objective):
         place = "objective" if len(stage.objective) == 1 else f"objective term {number}"
-        for role, signal in term.needs(stage.train.updates).settled(with_hidden):
+        for role, signal in term.needs(stage.train.updates).chosen(with_hidden):
             for name, kind in stage.teachers.items():
                 if kind.role == role and signal not in kind.offers:
                     yield (

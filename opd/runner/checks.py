@@ -106,7 +106,7 @@ def check_stage(
     _require_known_ids(spec, tokenizer, config)
     if not any(found.eos_token_id is not None for found in (*configs.values(), *tokenizers.values())):
         _require_stop_id(spec, names.values())
-    outlooks = _require_teachers(spec, tokenizer)
+    remotes = _require_teachers(spec, tokenizer)
     sources = open_prompts(spec, on_progress)
     examples = [prompt for source in sources for prompt in source.examples()]
     domains = list(dict.fromkeys(prompt.domain for prompt in examples))
@@ -130,9 +130,9 @@ def check_stage(
     rewarder = check_rewards(spec.rewards, [*examples, *further], domains=measured, say=say)
     covers = rewarded_by(rewarder)
     _require_rewards(spec, map(covers, examples))
-    context = min([*map(context_of, configs.values()), *(outlook.context for outlook in outlooks)])
+    context = min([*map(context_of, configs.values()), *(remote.context for remote in remotes)])
     inputs = scan_prompts(spec, sources, extra_sources, tokenizer, covers, context, on_progress)
-    warned = _warnings(spec, outlooks, reward_warnings(rewarder, [*examples, *further]))
+    warned = _warnings(spec, remotes, reward_warnings(rewarder, [*examples, *further]))
     inputs = replace(inputs, notes=(*inputs.notes, *sampled, *warned))
     alone = one_per_domain(table.get("teacher", {}), found)
     return Checked(device, sources, domains, table, alone, rewarder, config, inputs, templates)
@@ -217,7 +217,7 @@ def _require_teachers(spec: Stage, tokenizer: Any) -> list[RemoteFacts]:
     def with_hidden(role: str) -> bool:
         return all("hidden" in kind.offers for kind in spec.teachers.values() if kind.role == role)
 
-    needs = [need for term in spec.objective for need in term.needs(spec.train.updates).settled(with_hidden)]
+    needs = [need for term in spec.objective for need in term.needs(spec.train.updates).chosen(with_hidden)]
     for name, kind in spec.teachers.items():
         kind.require(name, tokenizer, {signal for role, signal in needs if role == kind.role})
     return [kind.inquire(name, tokenizer, spec.student.model) for name, kind in spec.teachers.items()]
@@ -241,10 +241,10 @@ def _train_warnings(spec: Stage) -> Iterator[str]:
         yield f"WARNING: train.lr {train.lr:g} {effect} the student. Usual values are {usual}."
 
 
-def _warnings(spec: Stage, outlooks: Iterable[RemoteFacts], doubtful: Sequence[str]) -> list[str]:
+def _warnings(spec: Stage, remotes: Iterable[RemoteFacts], doubtful: Sequence[str]) -> list[str]:
     """`doubtful`: warnings about rewards that hardly any answer can get."""
     view = StageView.of(spec)
-    notes = [note for outlook in outlooks for note in outlook.notes]
+    notes = [note for remote in remotes for note in remote.notes]
     notes += [*_train_warnings(spec), *(doubtful if spec.uses_rewards or spec.eval.prompts else ())]
     seen = [*spec.environments, *(source.environment for source in spec.eval.further if source.environment is not None)]
     if spec.eval.prompts and any(environment.effects == "outside" for environment in seen):

@@ -30,7 +30,7 @@ from opd.runner.checks import Checked, check_stage
 from opd.runner.cost import ModelShape, in_short, memory, models_of_modules, paged_sizes, teachers_held
 from opd.runner.inputs import PlannedModels
 from opd.teachers.kinds import BATCH_TOKENS, ModelRef
-from opd.teachers.pool import settled
+from opd.teachers.pool import on_device
 
 SHOWN = 50  # values of a route that are printed
 
@@ -183,8 +183,8 @@ def sizes_for(stage: Stage, checked: Checked, resolve: Callable[[str], str]) -> 
 
     modules = cache(lambda: models_of_modules(stage, _shapes(resolve)))
 
-    def estimate(settled: Stage) -> int:
-        return sum(memory(settled, precision, *counted(), longest, modules=modules()).values())
+    def estimate(complete: Stage) -> int:
+        return sum(memory(complete, precision, *counted(), longest, modules=modules()).values())
 
     half = (stage.sampler.dtype or WEIGHTS[precision]) == "bfloat16"
     written = half and kernels_on(device) and writes_out(config)
@@ -198,7 +198,7 @@ def _trained(stage: Stage, resolve: Callable[[str], str], student: int) -> int:
 
 
 def _held(stage: Stage, device: torch.device, resolve: Callable[[str], str], student: int) -> dict[str, int]:
-    models = {settled(ref, device) for kind in stage.teachers.values() for ref in kind.reads()}
+    models = {on_device(ref, device) for kind in stage.teachers.values() for ref in kind.reads()}
     return teachers_held(stage, _usual(stage, device), models, _shapes(resolve), student)
 
 
@@ -322,7 +322,7 @@ def _read(directory: Path) -> Mapping[str, Sizes]:
 
 
 def sizes_in_words(stage: Stage) -> str:
-    """The settled sizes of a stage, for the plan."""
+    """The chosen sizes of a stage, for the plan."""
     scored = sorted({tokens for kind in stage.teachers.values() if (tokens := kind.scored_at_once()) is not None})
     parts = [f"micro-batches of {stage.train.micro_tokens:,} tokens"]
     parts += [f"teachers read {' or '.join(f'{tokens:,}' for tokens in scored)} at once"] if scored else []

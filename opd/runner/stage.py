@@ -221,7 +221,7 @@ def _rollouter(
 ) -> Rollouter:  # fmt: skip
     """Set up who writes the answers and how they are stored."""
     rollout = spec.rollout
-    desk = WriterContext(
+    context = WriterContext(
         tokenizer,
         rollout.max_new_tokens,
         stop_ids,
@@ -243,7 +243,7 @@ def _rollouter(
         tokenizer=tokenizer,
         sampling=sampling,
         store=store,
-        context=desk,
+        context=context,
         max_prompt_tokens=checked.inputs.room,
         max_length=samplers.max_length,
         replays={number: source for number, source in enumerate(checked.sources) if isinstance(source, RunSource)},
