@@ -347,7 +347,7 @@ def untrained(args: argparse.Namespace) -> None:
     for name, asked in (("repair", programs(args.episodes)), ("scienceworld", experiments(args.episodes))):
         turns, room = (2, 300) if name == "repair" else (5, 900)
         played = answered(model, asked, room, 0)
-        rows = [
+        rows: list[dict[str, Any]] = [
             {
                 "prompt": prompt.id,
                 "reward": sum(rewards),

@@ -30,7 +30,7 @@ from opd.runner.checks import Checked, check_stage
 from opd.runner.cost import ModelShape, in_short, memory, models_of_modules, paged_sizes, teachers_held
 from opd.runner.inputs import PlannedModels
 from opd.teachers.kinds import BATCH_TOKENS, ModelRef
-from opd.teachers.pool import on_device
+from opd.teachers.pool import without_home
 
 SHOWN = 50  # values of a route that are printed
 
@@ -198,7 +198,7 @@ def _trained(stage: Stage, resolve: Callable[[str], str], student: int) -> int:
 
 
 def _held(stage: Stage, device: torch.device, resolve: Callable[[str], str], student: int) -> dict[str, int]:
-    models = {on_device(ref, device) for kind in stage.teachers.values() for ref in kind.reads()}
+    models = {without_home(ref, device) for kind in stage.teachers.values() for ref in kind.reads()}
     return teachers_held(stage, _usual(stage, device), models, _shapes(resolve), student)
 
 

@@ -109,8 +109,8 @@ def open_teachers(
     context = context or RunContext()
     models: dict[ModelRef, LanguageModel] = {}
     here = student.device
-    same = {on_device(ref, here) for kind in kinds.values() if not kind.view.crosses for ref in kind.reads()}
-    for ref in (on_device(ref, here) for kind in kinds.values() for ref in kind.reads()):
+    same = {without_home(ref, here) for kind in kinds.values() if not kind.view.crosses for ref in kind.reads()}
+    for ref in (without_home(ref, here) for kind in kinds.values() for ref in kind.reads()):
         if ref not in models:
             models[ref] = load(ref)
             models[ref].module.requires_grad_(False)
@@ -120,7 +120,7 @@ def open_teachers(
     stop_ids = share_vocabulary(student, {str(ref): models[ref] for ref in models if ref in same}, elsewhere)
 
     def loaded(named: ModelRef) -> LanguageModel:
-        ref = on_device(named, student.device)
+        ref = without_home(named, student.device)
         if ref not in models:
             known = ", ".join(map(str, models)) or "none"
             raise RecipeError(f"a teacher loads {ref}, which no kind's `reads` names; they name {known}. Add it there.")
@@ -148,7 +148,7 @@ def _with_other_tokenizer(name: str, kind: TeacherKind, supplies: TeacherInputs)
     return teacher
 
 
-def on_device(ref: ModelRef, home: torch.device) -> ModelRef:
+def without_home(ref: ModelRef, home: torch.device) -> ModelRef:
     """Normalises the student's device to None, so that equal references compare equal."""
     import torch
 

@@ -295,7 +295,7 @@ class Closing(Environment):
     late: ClassVar[Any] = threading.Event()
 
     def open(self, prompt: Prompt, key: int) -> Episode:
-        if self.how == "open" and not Closing.late.wait(0.3):
+        if self.how == "open" and not Closing.late.wait(2.5):
             Closing.late.set()
         Closing.open_now.append(1)
         return ClosingEpisode(self.how)
@@ -335,7 +335,7 @@ def test_an_episode_that_does_not_close_holds_nobody_up(tokenizer: Any) -> None:
 def test_an_episode_that_opens_too_late_is_closed(tokenizer: Any) -> None:
     Closing.open_now.clear()
     Closing.late.clear()
-    environment = Closing(how="open", call_seconds=0.1)
+    environment = Closing(how="open", call_seconds=1)
     prompt = replace(opened(Closing()), environment=environment)
     request = request_for(prompt, tokenizer)
     played = Playing(Dialogues(tokenizer, request.sampling.stop_ids).of(prompt), request, prompt)

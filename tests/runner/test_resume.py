@@ -104,10 +104,12 @@ def test_scores_and_signals_are_kept(
     with pytest.raises(Crash):
         opd.run(spec, out=tmp_path / "run")
     asked: list[int] = []
-    rewarded: list[int] = []
+    rewarded: list[bool] = []
     score, note = LocalTeacher.score, RolloutStore.note
     monkeypatch.setattr(LocalTeacher, "score", lambda *given: asked.append(len(given[1])) or score(*given))
-    monkeypatch.setattr(RolloutStore, "note", lambda *given, **facts: rewarded.append(1) or note(*given, **facts))
+    monkeypatch.setattr(
+        RolloutStore, "note", lambda *given, **facts: rewarded.append("reward" in facts) or note(*given, **facts)
+    )
     run = opd.resume(tmp_path / "run")
     assert (sum(asked), sum(rewarded)) == (4, 4)  # the fourth step; three were scored and rewarded before
     same_run(run, reference)

@@ -22,7 +22,7 @@ from opd.store import log as log_module
 from opd.store import repair as repair_module
 from opd.store.log import FORMAT, LINKED_FORMAT, SEGMENT_NAME, SegmentLog, encode_record, read_segment_header
 from opd.store.repair import Report, Salvage, check_log, repair
-from opd.store.rollouts import INDEX_COLUMNS, PendingRecord, SamplerLog, folder_of, load_index, numbers_in
+from opd.store.rollouts import INDEX_COLUMNS, RATIO_COLUMNS, PendingRecord, SamplerLog, folder_of, load_index, numbers_in
 from tests.support.lossy import LossyFiles
 from tests.support.stores import begin, token, write_rollout
 
@@ -136,7 +136,7 @@ def test_without_samplers_nothing_is_written_otherwise(tmp_path: Path) -> None:
     (length,) = struct.unpack("<Q", index[8:16])
     saved = json.loads(index[16 : 16 + length])
     assert [name for name, *_ in saved["sections"] if name.startswith("rows/")] == [
-        f"rows/{name}" for name in INDEX_COLUMNS
+        f"rows/{name}" for name in (*INDEX_COLUMNS, *RATIO_COLUMNS)
     ]
     assert "logs" not in saved
     again = opened(tmp_path / "log")  # an index of before there were such logs, and a log that goes on
