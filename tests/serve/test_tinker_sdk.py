@@ -204,7 +204,7 @@ def test_errors_in_the_form_of_the_sdk(service: Any, serving: Serving) -> None:
 
     client = service.create_lora_training_client("tiny/generalist", rank=4)
     bad = datum(logprobs=[0.0] * 6, advantages=[float("nan")] * 6)
-    for data, loss, said in (([bad], "ppo", "not finite"), ([datum()], "dro", "not verified"), ([datum([3, 999])], "cross_entropy", "outside")):  # fmt: skip
+    for data, loss, said in (([bad], "ppo", "not finite"), ([datum()], "gspo", "not served yet"), ([datum([3, 999])], "cross_entropy", "outside")):  # fmt: skip
         with pytest.raises(tinker.RequestFailedError, match=said) as caught:
             client.forward_backward(data, loss).result()
         assert caught.value.category == types.RequestErrorCategory.User

@@ -39,31 +39,11 @@ def stock(name: str) -> Any:
     return AutoModelForCausalLM.from_pretrained(tiny_models()[f"tiny/{name}"], dtype=torch.float32)
 
 
-class TinkerServer:
+class TinkerCalls:
     """`ask` sends JSON, `passes` a forward_backward; `result` fetches what a future holds."""
 
-    def __init__(self, directory: Path, limits: RequestLimits | None = None) -> None:
-        limits = limits or RequestLimits()
-        bases = {name: self._base(name) for name in NAMES}
-        self.service = Service(bases, Checkpoints(directory), limits, batch_tokens=64, waiting=1000)
-        self.state = TinkerState(self.service, [TOKEN, OTHER], limits, 10.0)
-        self.http = TestClient(make_tinker_app(self.state), raise_server_exceptions=False)
-
-    def _base(self, name: str) -> ServedBase:
-        model = tiny(name)
-        return ServedBase(name, f"tiny/{name}", model, base_hash(model), BaseSampler(model), "")
-
-    def close(self) -> None:
-        self.service.close()
-
-    def __enter__(self) -> TinkerServer:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
     def post(self, path: str, content: bytes, token: str = TOKEN) -> Any:
-        return self.http.post(f"/api/v1/{path}", content=content, headers={"x-api-key": token})
+        raise NotImplementedError
 
     def ask(self, address: str, token: str = TOKEN, /, **body: Any) -> Any:
         found = self.post(address, json.dumps(body).encode(), token)
@@ -124,6 +104,33 @@ class TinkerServer:
         params = {"max_tokens": 4, "seed": 1, **asked.pop("params", {})}
         body = {"sampling_session_id": sampler, "seq_id": seq_id, "prompt": prompt(ids), "sampling_params": params}
         return self.result(self.ask("asample", **body, **asked))
+
+
+class TinkerServer(TinkerCalls):
+    """A server in this process."""
+
+    def __init__(self, directory: Path, limits: RequestLimits | None = None) -> None:
+        limits = limits or RequestLimits()
+        bases = {name: self._base(name) for name in NAMES}
+        self.service = Service(bases, Checkpoints(directory), limits, batch_tokens=64, waiting=1000)
+        self.state = TinkerState(self.service, [TOKEN, OTHER], limits, 10.0)
+        self.http = TestClient(make_tinker_app(self.state), raise_server_exceptions=False)
+
+    def _base(self, name: str) -> ServedBase:
+        model = tiny(name)
+        return ServedBase(name, f"tiny/{name}", model, base_hash(model), BaseSampler(model), "")
+
+    def close(self) -> None:
+        self.service.close()
+
+    def __enter__(self) -> TinkerServer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def post(self, path: str, content: bytes, token: str = TOKEN) -> Any:
+        return self.http.post(f"/api/v1/{path}", content=content, headers={"x-api-key": token})
 
 
 def prompt(ids: Sequence[int]) -> dict[str, Any]:

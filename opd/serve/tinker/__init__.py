@@ -6,6 +6,7 @@ losses.py        loss functions over the log-probs of given tokens, and divergen
 training.py      the weights of one training client: passes, gradients, updates
 sampling.py      samples, log-probs of prompts
 checkpoints.py   saved states on disk
+journal.py       what was accepted and answered, on disk, so that a killed server continues
 service.py       sessions, clients, the order of requests, futures, and the thread that computes
 routes.py        the HTTP routes
 """

@@ -4,7 +4,7 @@
     DIR/OWNER/RUN/sampler_weights/NAME/  weights alone
 
 `tinker://RUN/weights/NAME` names one; nobody but its owner can. A checkpoint appears whole or not at all, and its manifest holds a
-checksum of the tensors. What is saved without a name belongs to a session: it lies under DIR/.live and goes with the process.
+checksum of the tensors. What is saved without a name belongs to a session and lies under DIR/.live; the journal names it.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class SavedClient:
 
 @dataclass(frozen=True)
 class SavedState:
-    """A saved state. `expires`: seconds since 1970, or None."""
+    """A saved state. `expires`: seconds since 1970, or None. `request`: the number of the request that saved it."""
 
     run: str
     kind: Kind
@@ -66,6 +66,7 @@ class SavedState:
     bytes: int
     digest: str
     user_metadata: Mapping[str, str]
+    request: int | None = None
 
     @property
     def path(self) -> str:
@@ -88,7 +89,7 @@ class Checkpoints:
     """All checkpoints of one server. One process owns the folder at a time."""
 
     def __init__(self, directory: Path) -> None:
-        self._root = directory
+        self.root = directory
         try:
             directory.mkdir(parents=True, exist_ok=True)
             self._lock = os.open(directory / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -99,7 +100,6 @@ class Checkpoints:
             ) from None
         except OSError as error:
             raise UserError(f"{directory}: {error.strerror or error}. Name another --checkpoints.") from None
-        shutil.rmtree(directory / LIVE, ignore_errors=True)  # of an earlier process
         for partial in directory.glob("*/*/*/.*"):
             place = partial.with_name(partial.name[1:].rpartition(".")[0])
             if (partial / MANIFEST).exists() and not place.exists():  # killed while it replaced one
@@ -122,15 +122,20 @@ class Checkpoints:
         overwrite: bool = False,
         seconds: float | None = None,
         user_metadata: Mapping[str, str] | None = None,
+        request: int | None = None,
     ) -> SavedState:
-        self.require_free(owner, run, kind, name, overwrite)
         place = self._place(owner, run, kind, name)
+        if request is not None and NAME.fullmatch(name):
+            saved = self._read(place)
+            if saved is not None and saved.request == request:  # the server was killed before it could answer
+                return saved
+        self.require_free(owner, run, kind, name, overwrite)
         partial = place.with_name(f".{name}.{secrets.token_hex(6)}")
         partial.mkdir(parents=True)
         made = time.time()
         found = SavedState(
             run, kind, name, place, client, made, None if seconds is None else made + seconds,
-            *write_tensors(partial / TENSORS, tensors), dict(user_metadata or {}),
+            *write_tensors(partial / TENSORS, tensors), dict(user_metadata or {}), request,
         )  # fmt: skip
         write_sealed(partial / MANIFEST, _to_manifest(found))
         sync(partial)
@@ -183,15 +188,18 @@ class Checkpoints:
         os.close(self._lock)
 
     def keep_live(self, tensors: Mapping[str, Tensor]) -> Path:
-        """Weights of a sampler without a name, in a file."""
-        folder = self._root / LIVE
-        folder.mkdir(exist_ok=True)
-        file = folder / f"{secrets.token_hex(12)}.safetensors"
+        """Tensors without a name, in a file."""
+        file = self.live_file(f"{secrets.token_hex(12)}.safetensors")
+        file.parent.mkdir(exist_ok=True)
         write_tensors(file, tensors)
+        sync(file.parent)
         return file
 
+    def live_file(self, name: str) -> Path:
+        return self.root / LIVE / name
+
     def _run(self, owner: str, run: str) -> Path:
-        return self._root / owner / run.replace(":", "-")
+        return self.root / owner / run.replace(":", "-")
 
     def _place(self, owner: str, run: str, kind: Kind, name: str) -> Path:
         return self._run(owner, run) / kind / name

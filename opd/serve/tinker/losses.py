@@ -6,6 +6,7 @@ Position t of a datum predicts `target_tokens[t]`. With p its log-prob now, q th
     importance_sampling   −r A                                           target_tokens, logprobs, advantages
     ppo                   −min(r A, clip(r, low, high) A)                the same; clip_low_threshold, clip_high_threshold
     cispo                 −sg(clip(r, low, high)) A p                    the same
+    dro                   −A p + β (p − q)² / 2                          the same; beta
     divergence            w D(student ‖ teacher), over all ids           weights; config: teacher, kind, …
 
 The last one is not of the Tinker API: it is called through the SDK's own `forward_backward` and reads its settings from
@@ -31,6 +32,7 @@ from opd.divergences.kinds import Formula
 from opd.divergences.projection import upload
 from opd.models.language_model import LanguageModel
 from opd.objective.policy_gradient import cispo, importance_sampling, ppo
+from opd.objective.term import k2
 from opd.serve.tinker.wire import LossRow
 from opd.teachers.served import WireError
 
@@ -168,6 +170,23 @@ class ClippedWeight(ClippedLoss):
     clip = staticmethod(cispo)
 
 
+class DirectReward(TokenLoss):
+    """The squared log-ratio keeps the policy near the one that was sampled from (arXiv 2405.19107)."""
+
+    settings = ("beta",)
+
+    def __init__(self, name: str, config: Config) -> None:
+        super().__init__(name, config)
+        if "beta" not in config:
+            raise WireError(400, 'dro: its beta is missing; send loss_fn_config={"beta": 0.05}, say')
+        self.beta = self.number("beta", 0.0)
+        if self.beta < 0:
+            raise WireError(400, f"loss_fn_config beta {self.beta:g}: at least 0")
+
+    def losses(self, current: Tensor, given: Mapping[str, Tensor]) -> Tensor:
+        return self.beta * k2(current, given["logprobs"]) - current * given["advantages"]
+
+
 class DivergenceLoss(TokenLoss):
     """The exact divergence to a teacher's distribution at every position, weighted: `weights` 0 leaves a position out."""
 
@@ -209,9 +228,9 @@ LOSSES: dict[str, type[TokenLoss]] = {
     "importance_sampling": ImportanceLoss,
     "ppo": ClippedRatio,
     "cispo": ClippedWeight,
+    "dro": DirectReward,
 }
 WHY_NOT = {
-    "dro": "its formula is not in the SDK and was not verified",
     "gspo": "it is not served yet; ppo and cispo are",
     "stable_reinforce": "it needs what the service records while sampling",
     "custom": "losses made by create_custom_loss run in the client here; call forward_backward_custom",

@@ -10,9 +10,8 @@ import asyncio
 import contextlib
 import hashlib
 import hmac
-import json
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any
@@ -21,34 +20,28 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException as PlainHTTPException
 
-from opd.common.errors import OpdError
+from opd.common.errors import OpdError, StoreError
 from opd.common.text import first_line, plain
 from opd.serve.app import read_body
 from opd.serve.tinker.checkpoints import SavedClient, SavedState
 from opd.serve.tinker.requests import (
     Cancel,
-    LoadBody,
     NewModel,
     NewSampler,
     OfModel,
     OfSession,
-    OptimStep,
     PathBody,
     Retrieve,
     SampleBody,
-    SaveForSampler,
-    SaveState,
     SessionBody,
     parse_body,
 )
 from opd.serve.tinker.service import HEAD_NOTE, QueuedRequest, Result, Service
-from opd.serve.tinker.wire import loss_rows, read_protobuf
 from opd.teachers.served import RequestLimits, WireError
 
 ROOT = "/api/v1"
 HEALTH = f"{ROOT}/healthz"
 POLL_SECONDS = 30.0  # the SDK waits 45
-MOST_LOOSE = 65_536  # bytes of a body that cannot be used and takes its turn all the same
 TOKEN_BYTES = 12  # of a datum's smallest token: input, target
 PROTOBUF = "application/x-protobuf"
 Handler = Callable[[str, bytes], Awaitable[Response]]
@@ -83,6 +76,10 @@ def make_tinker_app(front: TinkerState) -> FastAPI:
     @app.exception_handler(WireError)
     async def refused(_: Request, error: WireError) -> Response:
         return _error(error.status, str(error))
+
+    @app.exception_handler(StoreError)
+    async def unwritten(_: Request, error: StoreError) -> Response:
+        return _error(500, str(error))
 
     @app.exception_handler(OpdError)
     async def failed(_: Request, error: OpdError) -> Response:
@@ -151,7 +148,9 @@ def _add_posts(app: FastAPI, front: TinkerState) -> None:
 
 def _route(front: TinkerState, handler: Handler) -> Callable[[Request], Awaitable[Response]]:
     async def post(request: Request) -> Response:
-        return await handler(request.state.owner, await read_body(request, front))
+        answer = await handler(request.state.owner, await read_body(request, front))
+        await asyncio.to_thread(front.service.journal.sync)  # what is said here survives the process
+        return answer
 
     return post
 
@@ -163,13 +162,12 @@ class TinkerRoutes:
         self._front, self._service, self._limits = front, front.service, front.limits
 
     def handlers(self) -> dict[str, Handler]:
-        service = self._service
         ordered: dict[str, Handler] = {
-            "optim_step": self._in_turn(OptimStep, service.optim_step),
-            "save_weights": self._in_turn(SaveState, service.save),
-            "save_weights_for_sampler": self._in_turn(SaveForSampler, service.save_for_sampler),
-            "load_weights": self._in_turn(LoadBody, service.load),
-        }
+            address: self._in_turn(address)
+            for address in (
+                "forward_backward", "optim_step", "save_weights", "save_weights_for_sampler", "load_weights",
+            )
+        }  # fmt: skip
         return ordered | {
             "client/config": self._config,
             "client/dynamic_config": self._dynamic_config,
@@ -179,7 +177,6 @@ class TinkerRoutes:
             "create_model": self._create_model,
             "get_info": self._info,
             "unload_model": self._unload,
-            "forward_backward": self._passes,
             "create_sampling_session": self._create_sampler,
             "asample": self._sample,
             "retrieve_future": self._retrieve,
@@ -187,13 +184,9 @@ class TinkerRoutes:
             "weights_info": self._weights_info,
         }
 
-    def _in_turn(self, model: type[Any], submit: Callable[[str, Any, bytes], QueuedRequest]) -> Handler:
+    def _in_turn(self, address: str) -> Handler:
         async def handler(owner: str, raw: bytes) -> Response:
-            try:
-                body = parse_body(raw, model, self._limits)
-            except WireError as error:
-                return _promise(self._service.fail_in_turn(owner, _loose(raw), raw, error, trains=False))
-            return _promise(submit(owner, body, raw))
+            return _promise(await asyncio.to_thread(self._service.take_turn, address, owner, raw))
 
         return handler
 
@@ -227,7 +220,7 @@ class TinkerRoutes:
         return JSONResponse({"type": "session_heartbeat"})
 
     async def _create_model(self, owner: str, raw: bytes) -> Response:
-        return _promise(self._service.create(owner, parse_body(raw, NewModel, self._limits)))
+        return _promise(self._service.create(owner, parse_body(raw, NewModel, self._limits), raw))
 
     async def _info(self, owner: str, raw: bytes) -> Response:
         _, client = self._service.client(owner, parse_body(raw, OfModel, self._limits).model_id)
@@ -242,15 +235,6 @@ class TinkerRoutes:
 
     async def _unload(self, owner: str, raw: bytes) -> Response:
         return _promise(self._service.unload(owner, parse_body(raw, OfModel, self._limits).model_id))
-
-    async def _passes(self, owner: str, raw: bytes) -> Response:
-        message = await asyncio.to_thread(read_protobuf, "ForwardBackwardRequest", raw)
-        try:
-            rows = await asyncio.to_thread(loss_rows, message, self._limits)
-        except WireError as error:
-            trains = not message.get("forward_only")
-            return _promise(self._service.fail_in_turn(owner, message, raw, error, trains))
-        return _promise(self._service.passes(owner, message, rows, raw))
 
     async def _create_sampler(self, owner: str, raw: bytes) -> Response:
         name = self._service.create_sampler(owner, parse_body(raw, NewSampler, self._limits))
@@ -320,17 +304,6 @@ def _failure(error: BaseException) -> dict[str, str]:
     return {"error": text, "category": "user" if mistake else "server"}
 
 
-def _loose(raw: bytes) -> Mapping[str, Any]:
-    """Whose turn a body that cannot be used would have been. Large ones are not read."""
-    if len(raw) > MOST_LOOSE:
-        return {}
-    try:
-        found = json.loads(raw)
-    except (ValueError, RecursionError):
-        return {}
-    return found if isinstance(found, dict) else {}
-
-
 # --- Requests without a body ---
 
 
@@ -353,6 +326,7 @@ def _add_reads(app: FastAPI, front: TinkerState) -> None:
     async def finish(name: str, request: Request) -> Response:
         await read_body(request, front)
         service.end_session(request.state.owner, name)
+        await asyncio.to_thread(service.journal.sync)
         return Response(status_code=204)
 
     @app.get(f"{ROOT}/samplers/{{name}}")

@@ -5,30 +5,35 @@ same weights are drawn together. Every result is a future: its id says whose it 
 
 A request that fails leaves everything as it was, with one consequence: if a forward_backward failed, the gradients of its update are
 incomplete, so the next optim_step drops them and fails, too. After that the client can be used again.
+
+All of this survives the process: what is accepted and answered goes into the journal (journal.py), and a new server begins by reading it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import json
 import logging
 import secrets
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-from opd.common.errors import OpdError
+from opd.common.errors import OpdError, StoreError
 from opd.common.text import first_line, plain
 from opd.models.language_model import LanguageModel
 from opd.models.lora import find_targets, require_peft
 from opd.models.settings import Lora
 from opd.serve.tinker.checkpoints import Checkpoints, SavedClient, SavedState
+from opd.serve.tinker.journal import Journal, JournalEntry
 from opd.serve.tinker.losses import loss_named
 from opd.serve.tinker.requests import (
     LoadBody,
@@ -39,10 +44,11 @@ from opd.serve.tinker.requests import (
     SampleBody,
     SaveForSampler,
     SaveState,
+    parse_body,
 )
 from opd.serve.tinker.sampling import BaseSampler, Placed, SampleQuestion
 from opd.serve.tinker.training import WEIGHTS, TrainedModel
-from opd.serve.tinker.wire import LossRow, loss_config, loss_message
+from opd.serve.tinker.wire import LossRow, loss_config, loss_message, loss_rows, read_protobuf
 from opd.teachers.served import RequestLimits, WireError
 
 log = logging.getLogger(__name__)
@@ -51,6 +57,8 @@ ORDER_SECONDS = 300.0  # how long requests wait for an earlier one that has not 
 SESSION_SECONDS = 900.0  # without a sign of life
 RESULT_SECONDS = 600.0  # how long a result that was fetched can be fetched again
 CLIENTS = 64  # training clients at once
+SNAPSHOT_SECONDS = 30.0  # of computing that a restart may have to repeat for a client
+MOST_LOOSE = 65_536  # bytes of a body that cannot be used and takes its turn all the same
 TICK = 1.0
 ALPHA = 32.0  # of LoRA, as in the service
 ATTENTION = ("attn", "attention", "mixer", "ssm")  # what names of attention layers contain
@@ -73,13 +81,14 @@ class ServedBase:
 
 @dataclass(frozen=True, eq=False)
 class SamplerWeights:
-    """What a sampler answers with. `key` None: the base's own weights."""
+    """What a sampler answers with. `key` None: the base's own weights. `file`: of a sampler without a name."""
 
     base: ServedBase
     key: str | None = None
     client: SavedClient | None = None
     read: Callable[[], Mapping[str, Tensor]] | None = None
     path: str | None = None
+    file: Path | None = None
 
 
 @dataclass(eq=False)
@@ -92,13 +101,14 @@ class Session:
     clients: dict[str, TrainingClient] = field(default_factory=dict)
     samplers: dict[str, SamplerWeights] = field(default_factory=dict)
     futures: set[str] = field(default_factory=set)
-    files: list[Path] = field(default_factory=list)
     metadata: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(eq=False)
 class TrainingClient:
-    """`waiting`: requests that arrived before an earlier one. `broken`: why the gradients so far are incomplete."""
+    """`waiting`: requests that arrived before an earlier one. `broken`: why the gradients so far are incomplete. `lost`: why a
+    restart could not restore it. `snapshot`: its last entry in the journal; `since`: seconds of computing after it.
+    """
 
     id: str
     base: ServedBase
@@ -109,13 +119,23 @@ class TrainingClient:
     waiting: dict[int, QueuedRequest] = field(default_factory=dict)
     digests: dict[int, bytes] = field(default_factory=dict)
     broken: str | None = None
+    lost: str | None = None
+    snapshot: Mapping[str, Any] | None = None
+    since: float = 0.0
     used: float = field(default_factory=time.time)
 
     @property
     def rank(self) -> int:
         return 0 if self.lora is None else self.lora.rank
 
+    @property
+    def first(self) -> int:
+        """The first request that the snapshot does not hold."""
+        return 1 if self.snapshot is None else int(self.snapshot["next"])
+
     def ready(self) -> TrainedModel:
+        if self.lost is not None:
+            raise WireError(410, self.lost)
         if self.model is None:
             raise WireError(400, f"{self.id} was not created")
         return self.model
@@ -133,6 +153,9 @@ class TrainingClient:
 class QueuedRequest:
     """One request. `run` computes its result, unless it is a sample: then `question` and `weights` say what is drawn, and others
     for the same weights may join it.
+
+    One of a training client has `client` and `seq_id`; `changes`: it changes the client, which `failed` does if `run` raises. It is
+    `repeated` if it was answered before a restart.
     """
 
     id: str
@@ -143,12 +166,21 @@ class QueuedRequest:
     digest: bytes = b""
     question: SampleQuestion | None = None
     weights: SamplerWeights | None = None
+    client: TrainingClient | None = None
+    seq_id: int = 0
+    changes: bool = False
+    failed: Callable[[str], None] | None = None
+    repeated: bool = False
 
     def fail(self, error: BaseException) -> None:
         """Keeps neither the error's traceback nor its causes, which hold the tensors of the pass that failed."""
         error.__context__ = error.__cause__ = None
-        self.run = dict
+        self.forget()
         self.answer.set_exception(error.with_traceback(None))
+
+    def forget(self) -> None:
+        """Let go of the client, and with it of the weights."""
+        self.run, self.client, self.failed = dict, None, None
 
     def refuse(self, why: str) -> None:
         """Fail before it ran."""
@@ -171,6 +203,11 @@ class Service:
         self._closed = False
         self._tidied = time.monotonic()
         self._carriers: dict[Any, TrainedModel] = {}  # adapters over a base, to merge saved ones
+        self.journal = Journal(checkpoints.root)
+        self._restoring = True
+        with self._changed:
+            self._restore(self.journal.found)
+        self._restoring, self.journal.found = False, []
         self._thread = threading.Thread(target=self._work, name="tinker", daemon=True)
         self._thread.start()
 
@@ -179,13 +216,18 @@ class Service:
         return sum(not job.answer.done() for _, job in list(self._jobs.values()))
 
     def close(self) -> None:
-        """Stop after the request that runs now. Nobody can fetch the results of others any more."""
+        """Stop after the request that runs now. The others are in the journal."""
         with self._changed:
             self._closed = True
             self._queue.clear()
             self._changed.notify()
         self._thread.join()
+        self.journal.close()
         self.checkpoints.close()
+
+    def _record(self, op: str, facts: Mapping[str, Any], data: bytes = b"") -> None:
+        if not self._restoring:
+            self.journal.add(op, facts, data)
 
     # Sessions
 
@@ -193,13 +235,14 @@ class Service:
         with self._changed:
             session = Session(f"s{secrets.token_hex(12)}", owner, time.monotonic(), metadata=metadata)
             self._sessions[session.id] = session
+            self._record("session", {"id": session.id, "owner": owner, "metadata": dict(metadata)})
             return session
 
     def session(self, owner: str, name: str) -> Session:
         with self._changed:
             found = self._sessions.get(name)
             if found is None or found.owner != owner:
-                raise WireError(404, f"there is no session {plain(name, 80)!r}; it ended, or the server was restarted")
+                raise WireError(404, f"there is no session {plain(name, 80)!r}; it ended")
             found.seen = time.monotonic()
             return found
 
@@ -210,11 +253,19 @@ class Service:
     def _drop(self, session: Session) -> None:
         """Free what a session holds: clients, samplers, futures. Saved checkpoints stay."""
         self._sessions.pop(session.id, None)
+        self._record("end", {"id": session.id})
         for name in session.futures:
             _, job = self._jobs.pop(name)
             job.answer.cancel()
-        for file in session.files:
-            file.unlink(missing_ok=True)
+        for client in session.clients.values():
+            self._drop_snapshot(client)
+        for sampler in session.samplers.values():
+            if sampler.file is not None:
+                sampler.file.unlink(missing_ok=True)
+
+    def _drop_snapshot(self, client: TrainingClient) -> None:
+        if client.snapshot is not None:
+            self.checkpoints.live_file(client.snapshot["file"]).unlink(missing_ok=True)
 
     def base(self, name: str) -> ServedBase:
         found = self.bases.get(name) or next((base for base in self.bases.values() if base.address == name), None)
@@ -229,14 +280,13 @@ class Service:
         with self._changed:
             found = self._sessions.get(session)
             if not number or found is None or found.owner != owner or name not in found.clients:
-                raise WireError(
-                    404, f"there is no training client {plain(name, 100)!r}; it ended, or the server was restarted"
-                )
+                raise WireError(404, f"there is no training client {plain(name, 100)!r}; it ended")
             found.seen = time.monotonic()
             found.clients[name].used = time.time()
             return found, found.clients[name]
 
-    def create(self, owner: str, body: NewModel) -> QueuedRequest:
+    def create(self, owner: str, body: NewModel, raw: bytes, seed: int | None = None) -> QueuedRequest:
+        """`seed`: of the adapters, where the body has none."""
         with self._changed:
             session = self.session(owner, body.session_id)
             name = f"{session.id}:train:{body.model_seq_id}"
@@ -255,27 +305,38 @@ class Service:
                 raise WireError(400, "adapters on the output head alone are not served: set train_mlp or train_attn")
             if sum(len(each.clients) for each in self._sessions.values()) >= CLIENTS:
                 raise WireError(400, f"there are {CLIENTS} training clients already; close one first")
+            if lora is not None and lora.seed is None:
+                lora = lora.model_copy(update={"seed": secrets.randbits(62) if seed is None else seed})
             client = TrainingClient(name, base, lora, dict(body.user_metadata or {}))
 
             def make() -> Result:
                 try:
                     settings = None if lora is None else self._lora(base, lora)
                     client.model = TrainedModel(base.model, settings, lora.seed if lora else None, self._batch_tokens)
+                    if client.snapshot is not None:
+                        self._resume(client, client.snapshot)
                 except BaseException:
                     self._forget(session, client, f"{name} was not created")
                     raise
                 return {"model_id": name, "type": "create_model"}
 
-            job = self._submit(session, QueuedRequest(f"{name}:0", make))
+            job = self._submit(session, QueuedRequest(f"{name}:0", make, client=client, changes=True))
+            facts = {"session": session.id, "owner": owner, "address": "create_model", "base": base.digest}
+            self._record("request", {"id": job.id, **facts, "seed": lora.seed if lora else None}, raw)
             session.clients[name] = client
             self._enqueue(job)
             return job
 
     def unload(self, owner: str, name: str) -> QueuedRequest:
-        session, client = self.client(owner, name)
-        job = QueuedRequest(f"{name}:unload:{secrets.token_hex(4)}", lambda: {"model_id": name, "type": "unload_model"})
         with self._changed:
+            sent, again = self._jobs.get(f"{name}:unload", (None, None))
+            if sent is not None and again is not None and sent.owner == owner:
+                return again
+            session, client = self.client(owner, name)
+            job = QueuedRequest(f"{name}:unload", lambda: {"model_id": name, "type": "unload_model"})
             self._submit(session, job)
+            facts = {"session": session.id, "owner": owner, "address": "unload_model"}
+            self._record("request", {"id": job.id, **facts})
             self._forget(session, client, f"{name} was unloaded")
             self._enqueue(job)
         return job
@@ -284,6 +345,8 @@ class Service:
         """Frees its place. Requests that wait for one that did not arrive fail; those in the queue still run."""
         with self._changed:
             session.clients.pop(client.id, None)
+            self._record("unload", {"id": client.id})
+            self._drop_snapshot(client)
             for job in client.waiting.values():
                 job.refuse(why)
             client.waiting.clear()
@@ -300,10 +363,47 @@ class Service:
             raise WireError(400, f"{base.name} has no such layers: attention and MLP are told apart by their names")
         return lora.model_copy(update={"targets": chosen})
 
-    def ordered(
-        self, owner: str, name: str, seq_id: int, body: bytes, run: Callable[[Session, TrainingClient], Result]
+    def take_turn(self, address: str, owner: str, raw: bytes) -> QueuedRequest:
+        """A request of a training client. A body that cannot be used takes its turn all the same and fails then."""
+        if address == "forward_backward":
+            message = read_protobuf("ForwardBackwardRequest", raw)
+            try:
+                rows = loss_rows(message, self.limits)
+            except WireError as error:
+                return self._fail_in_turn(address, owner, message, raw, error, not message.get("forward_only"))
+            return self.passes(owner, message, rows, raw)
+        submit, model = self._turns[address]
+        try:
+            body = parse_body(raw, model, self.limits)
+        except WireError as error:
+            return self._fail_in_turn(address, owner, _loose(raw), raw, error, False)
+        return submit(owner, body, raw)
+
+    @property
+    def _turns(self) -> dict[str, tuple[Callable[[str, Any, bytes], QueuedRequest], type[Any]]]:
+        return {
+            "optim_step": (self.optim_step, OptimStep),
+            "save_weights": (self.save, SaveState),
+            "save_weights_for_sampler": (self.save_for_sampler, SaveForSampler),
+            "load_weights": (self.load, LoadBody),
+        }
+
+    def _ordered(
+        self,
+        address: str,
+        owner: str,
+        name: str,
+        seq_id: int,
+        body: bytes,
+        run: Callable[[Session, TrainingClient], Result],
+        *,
+        changes: bool,
+        failed: Callable[[TrainingClient, str], None] | None = None,
     ) -> QueuedRequest:
-        """Run a request of a training client when its turn comes. The same request twice is one request."""
+        """Run a request of a training client when its turn comes. The same request twice is one request.
+
+        `changes`: it changes the client. `failed`: what changes if it fails.
+        """
         with self._changed:
             session, client = self.client(owner, name)
             digest = hashlib.sha256(body).digest()
@@ -311,13 +411,17 @@ class Service:
             if seq_id < 1:
                 raise WireError(400, f"seq_id {seq_id}: the first request has 1")
             if seq_id in client.digests or seq_id < client.next:
-                if client.digests.get(seq_id) != digest:
+                if client.digests.get(seq_id, digest) != digest:
                     raise WireError(400, f"seq_id {seq_id} of {name} was used by another request")
                 if future not in self._jobs:
                     raise WireError(410, f"the result of request {seq_id} was fetched and is gone")
                 return self._jobs[future][1]
-            job = QueuedRequest(future, lambda: run(session, client))
+            job = QueuedRequest(future, lambda: run(session, client), client=client, seq_id=seq_id, changes=changes)
+            if failed is not None:
+                job.failed = lambda why: failed(client, why)
             self._submit(session, job)
+            facts = {"session": session.id, "owner": owner, "address": address, "client": name, "seq_id": seq_id}
+            self._record("request", {"id": future, **facts, "digest": digest.hex()}, body)
             client.digests[seq_id] = digest
             client.waiting[seq_id] = job
             self._release(client)
@@ -332,32 +436,32 @@ class Service:
         forward_only, name = bool(message.get("forward_only")), str(message.get("model_id", ""))
 
         def run(session: Session, client: TrainingClient) -> Result:
-            try:
-                loss = loss_named(
-                    message.get("loss_fn", ""),
-                    loss_config(message),
-                    lambda teacher: self._teacher(session, client, teacher),
-                )
-                client.ready().check(rows, loss)
-                return loss_message(*client.ready().passes(rows, loss, backward=not forward_only))
-            except BaseException as error:
-                if not forward_only:
-                    client.broken = first_line(error)
-                raise
+            loss = loss_named(
+                message.get("loss_fn", ""),
+                loss_config(message),
+                lambda teacher: self._teacher(session, client, teacher),
+            )
+            client.ready().check(rows, loss)
+            return loss_message(*client.ready().passes(rows, loss, backward=not forward_only))
 
-        return self.ordered(owner, name, int(message.get("seq_id", 0)), body, run)
+        return self._ordered(
+            "forward_backward", owner, name, int(message.get("seq_id", 0)), body, run,
+            changes=not forward_only, failed=None if forward_only else _break,
+        )  # fmt: skip
 
     def _teacher(self, session: Session, client: TrainingClient, name: str) -> LanguageModel:
         weights = self.weights_of(session.owner, None if name.startswith("tinker://") else name, name)
         teacher = weights.base.model if weights.key is None else self._placed(weights).model
+        if weights.key is not None:
+            client.since = SNAPSHOT_SECONDS  # what is saved may be gone when a restart repeats this
         from opd.models.tokenizers import fingerprint
 
         if fingerprint(teacher.tokenizer) != fingerprint(client.base.model.tokenizer):
             raise WireError(400, f"teacher {plain(name, 100)!r} has another tokenizer than {client.base.name}")
         return teacher
 
-    def fail_in_turn(
-        self, owner: str, asked: Mapping[str, Any], body: bytes, error: WireError, trains: bool
+    def _fail_in_turn(
+        self, address: str, owner: str, asked: Mapping[str, Any], body: bytes, error: WireError, trains: bool
     ) -> QueuedRequest:
         """A request that cannot run takes its turn all the same, so that later ones do not wait for it."""
         name, seq_id = asked.get("model_id"), asked.get("seq_id")
@@ -365,23 +469,26 @@ class Service:
             raise error
 
         def run(session: Session, client: TrainingClient) -> Result:
-            if trains:
-                client.broken = str(error)
             raise error
 
-        return self.ordered(owner, name, seq_id, body, run)
+        failed = _break if trains else None
+        return self._ordered(address, owner, name, seq_id, body, run, changes=trains, failed=failed)
 
     def optim_step(self, owner: str, body: OptimStep, raw: bytes) -> QueuedRequest:
         def run(session: Session, client: TrainingClient) -> Result:
-            broken, client.broken = client.broken, None
-            if broken is not None:
-                client.ready().optimiser.discard()
+            if client.broken is not None:
                 raise WireError(
-                    400, f"a forward_backward before this optim_step failed, so its gradients were dropped: {broken}"
+                    400,
+                    f"a forward_backward before this optim_step failed, so its gradients were dropped: {client.broken}",
                 )
             return {"metrics": client.ready().update(body.adam_params.settings())}
 
-        return self.ordered(owner, body.model_id, body.seq_id, raw, run)
+        def failed(client: TrainingClient, why: str) -> None:
+            client.broken = None
+            if client.model is not None:
+                client.model.optimiser.discard()
+
+        return self._ordered("optim_step", owner, body.model_id, body.seq_id, raw, run, changes=True, failed=failed)
 
     # Checkpoints
 
@@ -390,11 +497,11 @@ class Service:
             name = body.path or f"step-{client.ready().optimiser.updates:06d}"
             found = self.checkpoints.save(
                 owner, client.id, "weights", name, client.ready().state(), client.saved(), overwrite=body.overwrite,
-                seconds=body.ttl_seconds, user_metadata=body.user_metadata,
+                seconds=body.ttl_seconds, user_metadata=body.user_metadata, request=body.seq_id,
             )  # fmt: skip
             return {"path": found.path, "type": "save_weights"}
 
-        return self.ordered(owner, body.model_id, body.seq_id, raw, run)
+        return self._ordered("save_weights", owner, body.model_id, body.seq_id, raw, run, changes=False)
 
     def save_for_sampler(self, owner: str, body: SaveForSampler, raw: bytes) -> QueuedRequest:
         def run(session: Session, client: TrainingClient) -> Result:
@@ -402,21 +509,20 @@ class Service:
             if body.path is not None:
                 found = self.checkpoints.save(
                     owner, client.id, "sampler_weights", body.path, tensors, client.saved(),
-                    seconds=body.ttl_seconds, user_metadata=body.user_metadata,
+                    seconds=body.ttl_seconds, user_metadata=body.user_metadata, request=body.seq_id,
                 )  # fmt: skip
                 return {"path": found.path, "type": "save_weights_for_sampler"}
             file = self.checkpoints.keep_live(tensors)
-            weights = SamplerWeights(client.base, str(file), client.saved(), lambda: _tensors_of(file))
             with self._changed:
                 if session.id not in self._sessions:
                     file.unlink()
                     raise WireError(404, f"session {session.id} ended")
-                session.files.append(file)
                 number = body.sampling_session_seq_id or 0
+                weights = self._live(client.base, file, client.saved())
                 name = self._add_sampler(session, f"{number}:{client.id}:{body.seq_id}", weights)
             return {"sampling_session_id": name, "type": "save_weights_for_sampler"}
 
-        return self.ordered(owner, body.model_id, body.seq_id, raw, run)
+        return self._ordered("save_weights_for_sampler", owner, body.model_id, body.seq_id, raw, run, changes=False)
 
     def load(self, owner: str, body: LoadBody, raw: bytes) -> QueuedRequest:
         def run(session: Session, client: TrainingClient) -> Result:
@@ -432,10 +538,13 @@ class Service:
                     400, f"{found.path} has LoRA rank {saved.rank}, this client has {client.rank}; 0: all weights"
                 )
             client.ready().restore(found.tensors(), saved.updates, body.optimizer)
-            client.broken = None
+            client.broken, client.since = (
+                None,
+                SNAPSHOT_SECONDS,
+            )  # what was loaded may be gone when a restart repeats this
             return {"path": found.path, "model_id": client.id, "type": "load_weights"}
 
-        return self.ordered(owner, body.model_id, body.seq_id, raw, run)
+        return self._ordered("load_weights", owner, body.model_id, body.seq_id, raw, run, changes=True)
 
     # Samplers
 
@@ -447,8 +556,14 @@ class Service:
 
     def _add_sampler(self, session: Session, suffix: str, weights: SamplerWeights) -> str:
         name = f"{session.id}:sample:{suffix}"
+        facts = {"base": weights.base.name, "path": weights.path, "key": weights.key, "live": weights.file is not None}
+        client = None if weights.client is None else asdict(weights.client)
+        self._record("sampler", {"id": name, "session": session.id, **facts, "client": client})
         session.samplers[name] = weights
         return name
+
+    def _live(self, base: ServedBase, file: Path, client: SavedClient) -> SamplerWeights:
+        return SamplerWeights(base, file.name, client, lambda: _tensors_of(file), file=file)
 
     def weights_of(self, owner: str, base: str | None, path: str | None) -> SamplerWeights:
         if path is None or not path.startswith("tinker://"):
@@ -467,22 +582,26 @@ class Service:
         with self._changed:
             session = self._sessions.get(name.partition(":sample:")[0])
             if session is None or session.owner != owner or name not in session.samplers:
-                raise WireError(
-                    404, f"there is no sampler {plain(name, 100)!r}; its session ended, or the server was restarted"
-                )
+                raise WireError(404, f"there is no sampler {plain(name, 100)!r}; its session ended")
             session.seen = time.monotonic()
             return session, session.samplers[name]
 
-    def sample(self, owner: str, body: SampleBody, raw: bytes) -> tuple[QueuedRequest, list[str]]:
+    def sample(
+        self, owner: str, body: SampleBody, raw: bytes, kept: Mapping[str, Any] | None = None
+    ) -> tuple[QueuedRequest, list[str]]:
+        """`kept`: its entry in the journal, from before a restart."""
         if body.sampling_session_id is None:
             raise WireError(400, "sampling_session_id is missing; make a sampling client")
         name = body.sampling_session_id
         session, weights = self.sampler(owner, name)
         model = weights.base.model
         question = body.question(model.context, model.size, model.stop_ids, self.limits)
+        if question.seed is None:
+            question = replace(question, seed=kept["seed"] if kept else secrets.randbits(62))
         digest = hashlib.sha256(raw).digest()
         with self._changed:
             future = f"{name}:{secrets.token_hex(6) if body.seq_id is None else body.seq_id}"
+            future = str(kept["id"]) if kept else future
             if future in self._jobs:  # sent again because its answer was lost
                 job = self._jobs[future][1]
                 if job.digest != digest:
@@ -490,6 +609,8 @@ class Service:
             else:
                 job = QueuedRequest(future, dict, digest=digest, question=question, weights=weights)
                 self._submit(session, job)
+                facts = {"session": session.id, "owner": owner, "address": "asample", "seed": question.seed}
+                self._record("request", {"id": future, **facts, "digest": digest.hex()}, raw)
                 self._enqueue(job)
         return job, [f"{future}:{number}" for number in range(body.num_samples)]
 
@@ -520,9 +641,7 @@ class Service:
         with self._changed:
             session, job = self._jobs.get(name, (None, None))
             if session is None or job is None or session.owner != owner:
-                raise WireError(
-                    404, f"there is no future {plain(name, 120)!r}; its session ended, or the server was restarted"
-                )
+                raise WireError(404, f"there is no future {plain(name, 120)!r}; its session ended")
             session.seen = time.monotonic()
             return job
 
@@ -530,30 +649,196 @@ class Service:
         job = self.future(owner, name)
         if job.question is None:  # later requests of the client count on its effect
             raise WireError(400, f"{plain(name, 120)} is not a sample; only samples can be cancelled")
-        job.answer.cancel()
+        with self._changed:
+            job.answer.cancel()
 
     def _submit(self, session: Session, job: QueuedRequest) -> QueuedRequest:
         if self._closed:
             raise WireError(503, "the server is shutting down")
-        if self.length >= self._most:
+        if self.length >= self._most and not self._restoring:
             raise WireError(429, "too many requests are waiting; ask again later")
         self._jobs[job.id] = session, job
         session.futures.add(job.id)
+        job.answer.add_done_callback(lambda answer: self._record_answer(job.id, answer))
         return job
+
+    def _record_answer(self, name: str, answer: Future[Result]) -> None:
+        if name in self._jobs:  # otherwise its session ended
+            self._record("answer", {"id": name, **_form(answer)}, _content(answer))
 
     def _enqueue(self, job: QueuedRequest) -> None:
         self._queue.append(job)
         self._changed.notify()
 
+    # Restarts
+
+    def _take_snapshot(self, client: TrainingClient, model: TrainedModel, seq_id: int) -> None:
+        """Keep the client as it is after this request. A restart repeats what comes after."""
+        before, client.since = client.snapshot, 0.0
+        try:
+            file = self.checkpoints.keep_live(model.snapshot())
+        except Exception as error:  # a full disk, say: the journal still has every request
+            log.warning("no snapshot of %s: %s", client.id, first_line(error))
+            return
+        facts = {"id": client.id, "file": file.name, "next": seq_id + 1, "updates": model.optimiser.updates}
+        with self._changed:
+            session = self._sessions.get(client.id.partition(":train:")[0])
+            if session is None or client.id not in session.clients:
+                file.unlink()
+                return
+            client.snapshot = {**facts, "broken": client.broken}
+            self._record("snapshot", client.snapshot)
+        with contextlib.suppress(StoreError):  # whoever asks next gets it
+            self.journal.sync()
+            if before is not None:
+                self.checkpoints.live_file(before["file"]).unlink(missing_ok=True)
+
+    def _resume(self, client: TrainingClient, snapshot: Mapping[str, Any]) -> None:
+        client.ready().resume(_tensors_of(self.checkpoints.live_file(snapshot["file"])), snapshot["updates"])
+        client.broken = snapshot["broken"]
+
+    def _repeat(self, job: QueuedRequest) -> None:
+        """Bring a client to where it was after a request that was answered before the restart."""
+        error, client = job.answer.exception(), job.client
+        assert client is not None
+        if error is not None:
+            if job.failed is not None:
+                job.failed(first_line(error))
+        elif job.changes:
+            try:
+                job.run()
+            except Exception as failure:
+                client.lost = f"{client.id} could not be restored: {first_line(failure)}"
+                log.warning("%s", client.lost, exc_info=failure)
+
+    def _restore(self, entries: Sequence[JournalEntry]) -> None:
+        """Everything as the journal has it. What was not finished goes into the queue again, in the order of before.
+
+        A client is made again from its snapshot, and what came after it is repeated, whether it was answered or not.
+        """
+        ended = {entry.id for entry in entries if entry.op == "end"}
+        unloaded = {entry.id for entry in entries if entry.op == "unload"}
+        gone = {entry.id for entry in entries if entry.op == "gone"}
+        answers = {entry.id: entry for entry in entries if entry.op == "answer"}
+        snapshots = {entry.id: entry.facts for entry in entries if entry.op == "snapshot"}
+        for entry in entries:
+            if entry.op == "session" and entry.id not in ended:
+                owner, metadata = entry.facts["owner"], entry.facts["metadata"]
+                self._sessions[entry.id] = Session(entry.id, owner, time.monotonic(), metadata=metadata)
+            session = self._sessions.get(entry.facts.get("session", entry.id.partition(":train:")[0]))
+            if session is None:
+                continue
+            if entry.op == "sampler":
+                self._restore_sampler(session, entry.facts)
+            elif entry.op == "request":
+                self._restore_request(session, entry, answers.get(entry.id), entry.id in gone, snapshots, unloaded)
+            elif entry.op == "skip" and entry.id in session.clients:
+                client = session.clients[entry.id]
+                if entry.facts["last"] >= client.first:
+                    client.waiting.clear()
+                    self._skip_to(client, entry.facts["missing"], entry.facts["last"])
+        self._remove_unused_files()
+
+    def _restore_sampler(self, session: Session, facts: Mapping[str, Any]) -> None:
+        try:
+            if facts["live"]:
+                file = self.checkpoints.live_file(facts["key"])
+                weights = self._live(self.base(facts["base"]), file, SavedClient(**facts["client"]))
+            else:
+                weights = self.weights_of(session.owner, facts["base"], facts["path"])
+        except WireError as error:
+            log.warning("%s could not be restored: %s", facts["id"], error)
+            return
+        if weights.key == facts["key"]:  # otherwise overwritten since
+            session.samplers[facts["id"]] = weights
+
+    def _restore_request(
+        self,
+        session: Session,
+        entry: JournalEntry,
+        answer: JournalEntry | None,
+        gone: bool,
+        snapshots: Mapping[str, Mapping[str, Any]],
+        unloaded: Collection[str],
+    ) -> None:
+        facts, address, name = entry.facts, entry.facts["address"], str(entry.facts.get("client", ""))
+        client, raw = session.clients.get(name), bytes(entry.data)
+        try:
+            if address == "create_model" and entry.id.removesuffix(":0") not in unloaded:
+                body = parse_body(raw, NewModel, self.limits)
+                if self.base(body.base_model).digest != facts["base"]:
+                    raise WireError(400, f"{body.base_model} has other weights than before")
+                job = self.create(session.owner, body, raw, facts["seed"])
+                assert job.client is not None
+                job.client.snapshot = snapshots.get(job.client.id)
+                job.client.next = job.client.first
+            elif client is not None and facts["seq_id"] >= client.first:
+                job = self.take_turn(address, session.owner, raw)
+            elif address == "asample" and answer is None:
+                job, _ = self.sample(session.owner, parse_body(raw, SampleBody, self.limits), raw, facts)
+            else:
+                job = self._submit(session, QueuedRequest(entry.id, dict))
+                if address == "unload_model":
+                    job.answer.set_result({"model_id": entry.id.removesuffix(":unload"), "type": "unload_model"})
+                elif answer is None:
+                    job.fail(WireError(410, f"{name or entry.id} could not be restored after a restart of the server"))
+        except WireError as error:
+            log.warning("%s could not be restored: %s", entry.id, error)
+            job = self._submit(session, QueuedRequest(entry.id, dict))
+            job.fail(WireError(410, f"{entry.id} could not be restored after a restart of the server: {error}"))
+        job.digest = bytes.fromhex(facts.get("digest", ""))
+        if client is not None:
+            client.digests[facts["seq_id"]] = job.digest
+        if answer is not None and not job.answer.done():
+            job.repeated = True
+            _answer_again(job, answer)
+        if gone:
+            del self._jobs[entry.id]
+            session.futures.discard(entry.id)
+
+    def _remove_unused_files(self) -> None:
+        sessions = self._sessions.values()
+        used = {sampler.key for session in sessions for sampler in session.samplers.values() if sampler.file}
+        used |= {
+            client.snapshot["file"] for session in sessions for client in session.clients.values() if client.snapshot
+        }
+        for file in self.checkpoints.live_file(".").glob("*"):
+            if file.name not in used:
+                file.unlink()
+
+    def _needed(self, entry: JournalEntry) -> JournalEntry | None:
+        """What is left of an entry when the journal is written anew."""
+        session = self._sessions.get(entry.facts.get("session", entry.id.partition(":")[0]))
+        if session is None or entry.op == "end":
+            return None
+        client, (_, job) = session.clients.get(entry.id), self._jobs.get(entry.id, (None, None))
+        if entry.op in ("request", "answer", "gone"):
+            name, _, number = entry.id.rpartition(":")
+            of = session.clients.get(name)
+            if of is not None and number.isdigit() and (number == "0" or int(number) >= of.first):
+                return entry  # to repeat
+            stripped = entry.op == "request" and job is not None and job.answer.done()
+            kept, entry = job is not None, entry._replace(data=b"") if stripped else entry
+        elif entry.op == "snapshot":
+            kept = client is not None and entry.facts == client.snapshot
+        elif entry.op == "sampler":
+            kept = entry.id in session.samplers
+        else:
+            kept = entry.op == "session" or client is not None or f"{entry.id}:0" in self._jobs
+        return entry if kept else None
+
     # The thread that computes
 
     def _work(self) -> None:
         while (jobs := self._next()) is not None:
-            live = [job for job in jobs if job.answer.set_running_or_notify_cancel()]
+            live = [job for job in jobs if job.repeated or job.answer.set_running_or_notify_cancel()]
             if live and live[0].question is not None:
                 self._finish_samples(live)
             elif live:
                 self._finish(live[0])
+            if self.journal.grown:
+                with self._changed:
+                    self.journal.rewrite(self._needed)
 
     def _next(self) -> Sequence[QueuedRequest] | None:
         """The request that has waited longest, and samples that can be drawn with it; None: stop."""
@@ -601,13 +886,24 @@ class Service:
         return True
 
     def _finish(self, job: QueuedRequest) -> None:
+        client, began = job.client, time.monotonic()
         try:
-            result = job.run()
+            if job.repeated:
+                self._repeat(job)
+            else:
+                result = job.run()
         except BaseException as error:
+            if job.failed is not None:
+                job.failed(first_line(error))
             self._failed([job], error)
         else:
-            job.run = dict  # it holds the client, and with it the weights
-            job.answer.set_result(result)
+            job.forget()
+            if not job.repeated:
+                job.answer.set_result(result)
+        if client is not None and job.changes:
+            client.since += time.monotonic() - began
+            if client.since >= SNAPSHOT_SECONDS and job.seq_id and client.model is not None and client.lost is None:
+                self._take_snapshot(client, client.model, job.seq_id)
 
     def _failed(self, jobs: Sequence[QueuedRequest], error: BaseException) -> None:
         if not isinstance(error, OpdError):
@@ -630,19 +926,77 @@ class Service:
             if job.fetched is not None and now - job.fetched > RESULT_SECONDS:
                 del self._jobs[name]
                 session.futures.discard(name)
+                self._record("gone", {"id": name})
 
     def _skip(self, client: TrainingClient) -> None:
-        missing = client.next
-        client.broken = f"request {missing} never arrived"
+        missing, last = client.next, max(client.waiting)
         for job in client.waiting.values():
             job.refuse(f"request {missing} of {client.id} never arrived")
-        client.next = max(client.waiting) + 1
         client.waiting.clear()
+        self._record("skip", {"id": client.id, "missing": missing, "last": last})
+        self._skip_to(client, missing, last)
+
+    def _skip_to(self, client: TrainingClient, missing: int, last: int) -> None:
+        def run() -> Result:
+            client.broken = f"request {missing} never arrived"
+            return {}
+
+        client.next = last + 1
+        self._enqueue(QueuedRequest("", run, client=client, seq_id=last, changes=True))
 
     def runs(self, owner: str) -> Iterator[tuple[Session, TrainingClient]]:
         with self._changed:
             found = [(session, client) for session in self._sessions.values() for client in session.clients.values()]
         return ((session, client) for session, client in found if session.owner == owner)
+
+
+def _break(client: TrainingClient, why: str) -> None:
+    client.broken = why
+
+
+def _loose(raw: bytes) -> Mapping[str, Any]:
+    """Whose turn a body that cannot be used would have been. Large ones are not read."""
+    if len(raw) > MOST_LOOSE:
+        return {}
+    try:
+        found = json.loads(raw)
+    except (ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _form(answer: Future[Result]) -> dict[str, Any]:
+    """What kind of answer it is, for the journal."""
+    if answer.cancelled():
+        return {"form": "cancelled"}
+    error = answer.exception()
+    if error is None:
+        return {"form": "bytes" if isinstance(answer.result(), bytes) else "json"}
+    return {
+        "form": "error",
+        "status": error.status if isinstance(error, WireError) else 400 if isinstance(error, OpdError) else 500,
+    }
+
+
+def _answer_again(job: QueuedRequest, entry: JournalEntry) -> None:
+    """With the answer of before."""
+    form, content = entry.facts["form"], bytes(entry.data)
+    if form == "cancelled":
+        job.answer.cancel()
+    elif form == "error":
+        job.answer.set_exception(WireError(entry.facts["status"], content.decode()))
+    else:
+        job.answer.set_result(content if form == "bytes" else json.loads(content))
+
+
+def _content(answer: Future[Result]) -> bytes:
+    if answer.cancelled():
+        return b""
+    error = answer.exception()
+    if error is not None:
+        return (str(error) if isinstance(error, OpdError) else first_line(error)).encode()
+    found = answer.result()
+    return found if isinstance(found, bytes) else json.dumps(found).encode()
 
 
 def _same(one: SamplerWeights | None, other: SamplerWeights | None) -> bool:

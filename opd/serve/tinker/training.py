@@ -28,7 +28,7 @@ from opd.serve.tinker.losses import TokenLoss
 from opd.serve.tinker.wire import LossRow
 from opd.teachers.served import WireError
 
-WEIGHTS, OPTIMISER = "weights.", "optimiser."  # prefixes of a saved state's tensors
+WEIGHTS, OPTIMISER, GRADIENT = "weights.", "optimiser.", "gradient."  # prefixes of a saved state's tensors
 
 
 @dataclass(frozen=True)
@@ -148,12 +148,24 @@ class TrainedModel:
         if odd:
             raise ModelError(f"the checkpoint does not fit this client: {odd[0]} is missing or of another shape.")
         moments = {name.removeprefix(OPTIMISER): t for name, t in tensors.items() if name.startswith(OPTIMISER)}
-        if optimiser and not moments:
+        if optimiser and updates and not moments:
             raise ModelError("the checkpoint has no optimiser state: it was saved for sampling.")
         with torch.no_grad():
             for name, parameter in own.items():
                 parameter.copy_(saved[name])
         self.optimiser.discard()  # gradients of the weights before
         self.optimiser = self._fresh()
-        if optimiser:
+        if optimiser and moments:
             self.optimiser.restore(moments, updates)
+
+    def snapshot(self) -> dict[str, Tensor]:
+        """The state in the middle of an update: with its gradients so far."""
+        owners = zip(self.model.trainable(), self.optimiser.masters, strict=True)
+        return self.state() | {GRADIENT + name: owner.grad for name, owner in owners if owner.grad is not None}
+
+    def resume(self, tensors: Mapping[str, Tensor], updates: int) -> None:
+        """From a snapshot, bit for bit."""
+        self.restore(tensors, updates, optimiser=True)
+        for name, owner in zip(self.model.trainable(), self.optimiser.masters, strict=True):
+            if GRADIENT + name in tensors:
+                owner.grad = tensors[GRADIENT + name].to(owner)
