@@ -22,7 +22,15 @@ from opd.store import log as log_module
 from opd.store import repair as repair_module
 from opd.store.log import FORMAT, LINKED_FORMAT, SEGMENT_NAME, SegmentLog, encode_record, read_segment_header
 from opd.store.repair import Report, Salvage, check_log, repair
-from opd.store.rollouts import INDEX_COLUMNS, RATIO_COLUMNS, PendingRecord, SamplerLog, folder_of, load_index, numbers_in
+from opd.store.rollouts import (
+    INDEX_COLUMNS,
+    RATIO_COLUMNS,
+    PendingRecord,
+    SamplerLog,
+    folder_of,
+    load_index,
+    numbers_in,
+)
 from tests.support.lossy import LossyFiles
 from tests.support.stores import begin, token, write_rollout
 
