@@ -375,7 +375,9 @@ def programs(count: int) -> list[Prompt]:
 def experiments(count: int) -> list[Prompt]:
     found = []
     for number in range(count):
-        environment = ScienceWorldEnvironment(task=SCIENCE[number % len(SCIENCE)], turns=5, turn_tokens=16, workers=1)
+        environment = ScienceWorldEnvironment(
+            task=SCIENCE[number % len(SCIENCE)], turns=5, turn_tokens=16, workers=1, call_seconds=600
+        )
         prompt = Prompt(f"science/{number}", "science", messages=({"role": "system", "content": COMMANDS},))
         found.append(environment.opened(prompt, {}))
     return found
@@ -418,7 +420,7 @@ def trained(world: str, arm: str, seed: int, paths: dict[str, str], directory: P
         except opd.OpdError as error:
             return {"failed": f"{type(error).__name__}: {error}"}
         run = Run(out)
-        facts = {"tokens": drawn(out), "steps": len(run.metrics), "seconds": round(sum(line["time/total"] for line in run.metrics if "time/total" in line), 1)}  # fmt: skip
+        facts = {"tokens": drawn(out), "steps": len(run.metrics)}
         return facts | measured(str(run.model), paths["teacher"], world, args.prompts)
 
     return kept(directory / f"{name}.json", make)
@@ -438,7 +440,7 @@ def total(look: dict[str, Any], first: int = 0, end: int | None = None, part: st
 
 def summary(look: dict[str, Any]) -> dict[str, Any]:
     own, width = look["own"], len(look["own"]["clean"])
-    return {
+    found = {
         "solved": share(own["marks"]),
         "right": total(own)["right"],
         "kl": total(own)["kl"],
@@ -447,6 +449,7 @@ def summary(look: dict[str, Any]) -> dict[str, Any]:
         "kl_oracle": total(look["oracle"])["kl"],
         **{f"{key}_{part}": total(own, part=part)[key] for part in ("clean", "after") for key in ("right", "kl", "teacher_first")},
     }  # fmt: skip
+    return {name: round(value, 4) for name, value in found.items()}
 
 
 def main() -> None:
@@ -496,6 +499,10 @@ def main() -> None:
             values = future.result()
             worlds[world]["arms"][arm].append({"seed": seed, **values})
             tell(f"{world}: {arm}, seed {seed}", values)
+    for models in worlds.values():
+        for run in (models["start"], models["teacher"], *(run for runs in models["arms"].values() for run in runs)):
+            if "failed" not in run:
+                run["summary"] = summary(run)
     settings = {key: value for key, value in vars(args).items() if key not in ("directory", "draw", "workers", "worlds", "arms", "untrained", "episodes")}  # fmt: skip
     save("agents.json", {"settings": settings, "worlds": worlds})
     return draw(saved("agents.json"))

@@ -19,6 +19,7 @@ import re
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, ClassVar, Literal, NamedTuple
 
 from pydantic import Field
@@ -249,8 +250,25 @@ class ScienceWorldEnvironment(Simulator):
     steps: int = Field(100, ge=1, le=10_000, description="actions after which the world ends an episode")
     action: Actions = "last_line"
 
-    def start(self, seed: int) -> Game:
+    def start(self, seed: int) -> ScienceWorldGame:
         return ScienceWorldGame(self, self.module("scienceworld"), seed)
+
+    def oracle(self, prompt: Prompt) -> Sequence[str]:
+        """The gold path that the package gives."""
+        key = (self.task, self.simplifications, seed_of(prompt))
+        if key not in _gold_paths:
+            game = self.start(seed_of(prompt))
+            _gold_paths[key] = game.gold_path()
+            game.close()
+        return _gold_paths[key]
+
+    def advice(self, prompt: Prompt, turns: Sequence[str]) -> Sequence[str]:
+        """The next action of the gold path. Nothing is known once a turn has left it."""
+        path = self.oracle(prompt)
+        return path[len(turns) : len(turns) + 1] if list(turns) == path[: len(turns)] else ()
+
+
+_gold_paths: dict[tuple[str, str, int], list[str]] = {}  # by task, simplifications and seed
 
 
 class ScienceWorldGame(Game):
@@ -270,10 +288,18 @@ class ScienceWorldGame(Game):
             raise RecipeError(f"environment scienceworld: no task {settings.task!r}. There are: {known}.")
         self._world.load(settings.task, 0, settings.simplifications)
         variations = list(self._world.get_variations_train()) or [0]
-        self._world.load(settings.task, variations[seed % len(variations)], settings.simplifications)
+        self._load = partial(
+            self._world.load, settings.task, variations[seed % len(variations)], settings.simplifications
+        )
+
+    def gold_path(self) -> list[str]:
+        self._load(generateGoldPath=True)
+        return [str(action) for action in self._world.get_gold_action_sequence()]
 
     def reset(self) -> str:
+        self._load()
         observation, _ = self._world.reset()
+        self._world.lastStepScore = 0  # some starts have a score: the first action earns it, or 1 is out of reach
         return f"{self._world.get_task_description()}\n\n{observation}"
 
     def act(self, action: Any) -> Observed:
