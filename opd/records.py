@@ -18,7 +18,8 @@ from opd.common.text import shortened
 
 Message = Mapping[str, Any]  # {"role": "user", "content": "…"}
 StopReason = Literal["stop", "length", "env"]
-SignalKind = Literal["logprobs_at", "topk", "hidden", "score", "text"]
+SignalKind = Literal["logprobs_at", "topk", "hidden", "layers", "score", "text"]
+Layers = Literal["last", "all", "even", "odd"]  # of a model; even, odd: counted from 0
 
 
 class Author(IntEnum):
@@ -177,6 +178,7 @@ class SignalNeed:
     kind: SignalKind
     ids: np.ndarray | None = None
     k: int | None = None
+    layers: Layers = "last"  # of the kind `layers`
     hidden: Mapping[str, Signal] | None = (
         None  # hidden states already computed, by rollout id: log-probs follow from them
     )
@@ -211,7 +213,7 @@ class Signal:
     """A teacher's scores for one rollout. Missing values are NaN and masked out, never 0.
 
     `spans` pairs response positions with teacher positions (s0, s1, t0, t1). `values` is (T,) for `logprobs_at`,
-    (T, D) for `hidden`; hidden states stay tensors on the teacher's device.
+    (T, D) for `hidden`, (T, L, D) for `layers`; hidden states stay tensors on the teacher's device.
     """
 
     teacher: str

@@ -134,6 +134,7 @@ MORE: dict[str, dict[str, Any]] = {
     "reward model": {"modules": {"judge": {"kind": "reward_model", "lr": 1e-3}}, "rollout": {"prompts": 4, "samples": 4, "max_new_tokens": 8},
                      "objective": [{"form": PG, "advantage": {"teacher_weight": 0, "also": {"kind": "score"}}}]},
     "representation": {"objective": {"form": "representation"}},
+    "representation of all layers": {"objective": {"form": "representation", "layers": "all"}},
     "dskd": {"modules": {"spaces": {"kind": "projectors", "lr": 1e-3}}, "rollout": {**BASE["rollout"], "data_share": 1}, "objective": {"form": "dskd"},
              "teachers": {"arithmetic": "tiny/arithmetic", "base": BASE["teachers"]["base"]}, "prompts": BASE["prompts"][:1]},
     "schedule": {"objective": [{"coefficient": {"value": 1, "to": 0.1, "over": 3}}, {"form": "k2", "coefficient": {"until": 2}}, {"form": PG, "coefficient": {"after": 1}}]},

@@ -1,6 +1,6 @@
 """Produces the batch of a step, when it is requested or ahead of training (`rollout.staleness`).
 
-    inline   prompts -> sample -> store -> reward -> batch
+    inline   prompts -> sample -> store -> reward -> batch      with `rollout.segment`, of the groups whose answers have all ended
     ahead    the same in two other threads; batches arrive in the order of the stream, whichever is finished first:
              sampler   prompts -> sample -> store      starts batch k once k <= steps trained + 1 + staleness: waits, never drops
              finisher  store -> reward -> score        one batch after the other; scores at most one batch ahead
@@ -192,10 +192,13 @@ class InlineProducer:
         for _ in range(max(spec.contrast, 1)):
             with clock("sample"):
                 again = maker.rollouter.begin_step(step) if maker.rollouter.varies else []
-                visits = [*maker.stream.take(spec.prompts - len(kept) - len(again)), *again]
+                written, version = Written(), maker.samplers.version
+                while not written.ids:  # again with `rollout.segment`, until the first answers have ended
+                    new = maker.stream.take(spec.prompts - len(kept) - len(again))
+                    visits = [*maker.rollouter.waiting, *new, *again]
+                    earlier, written = written, maker.rollouter.collect(visits, version)
+                    written.add(earlier)
                 asked |= {visit.prompt.id: visit for visit in visits}
-                version = maker.samplers.version
-                written = maker.rollouter.collect(visits, version)
                 rollouts = maker.load(written.ids)
             with clock("reward"):
                 rewards |= maker.ranks.share(
@@ -216,6 +219,8 @@ class InlineProducer:
             }
             if len(kept) >= spec.prompts:
                 break
+        if spec.segment is not None:
+            metrics |= {"waiting": len(maker.rollouter.waiting), **staleness(rollouts, version)}
         if spec.contrast:
             metrics |= {"contrast": len(kept) / drawn, "tokens/sampled": tokens}
         if maker.stream.skipped:  # unusable prompts since the stage began

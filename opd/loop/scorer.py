@@ -31,6 +31,7 @@ from opd.teachers.paging import Pager
 from opd.teachers.scoring import ScoringTeacher
 from opd.teachers.views import Group, View, texts_for
 
+INNER = ("hidden", "layers")  # signals that stay on the rank that uses them
 UNSHOWN = 8  # steps in a row with nothing to show before a warning, which is repeated at every doubling
 
 
@@ -172,11 +173,11 @@ class Scorer:
         own = [rollout for rollout in rest if rollout.id in mine]
         together = teacher.model is not None and teacher.model.sharded  # sharded models score on all ranks together
         answers = teacher.score(own, need, [shown[rollout.id] for rollout in own]) if own or together else []
-        written = kind != "hidden" or self._keeps_hidden
+        written = kind not in INNER or (kind == "hidden" and self._keeps_hidden)
         if written and self.pager is not None:
             self.pager.check()  # a resumed run would trust what is in the store
         own_signals = {rollout.id: signal for rollout, signal in zip(own, answers, strict=True)}
-        known |= self.ranks.exchange(own_signals, hidden=kind == "hidden")
+        known |= self.ranks.exchange(own_signals, hidden=kind in INNER)
         stored_ones = [rollout for rollout in rest if TURN_OF not in rollout.extras]
         for rollout in stored_ones if written else ():
             signal = known[rollout.id]

@@ -311,13 +311,25 @@ class PackedRoute:
     name: str = "packed"
     why: str = ""
 
-    def hidden(self, backbone: Any, ids_T: Tensor, layout: Packed) -> Tensor:
-        """Final hidden states (T, D) of the sequences that `layout` describes."""
+    def hidden(self, backbone: Any, ids_T: Tensor, layout: Packed, layers: Sequence[int] = ()) -> Tensor:
+        """Final hidden states (T, D) of the sequences that `layout` describes; with `layers`, those after each of them (T, L, D)."""
         if self.limit is not None and len(layout.lengths) > 1 and max(layout.lengths) > self.limit:
             parts = ids_T.split(list(layout.lengths))
-            return torch.cat([self.hidden(backbone, part, Packed.of([part.numel()], part.device)) for part in parts])
-        out = backbone(input_ids=ids_T[None], position_ids=layout.positions[None], use_cache=False, layout=layout)
-        return out.last_hidden_state.squeeze(0)
+            alone = [(part, Packed.of([part.numel()], part.device)) for part in parts]
+            return torch.cat([self.hidden(backbone, part, its, layers) for part, its in alone])
+        asked = {"output_hidden_states": True} if layers else {}
+        out = backbone(
+            input_ids=ids_T[None], position_ids=layout.positions[None], use_cache=False, layout=layout, **asked
+        )
+        return _states(out, layers).squeeze(0)
+
+
+def _states(out: Any, layers: Sequence[int]) -> Tensor:
+    """The final hidden states, or those after each layer: 0 are the embeddings, and the last ones are the final ones."""
+    if not layers:
+        found: Tensor = out.last_hidden_state
+        return found
+    return torch.stack([out.hidden_states[layer] for layer in layers], dim=-2)
 
 
 @dataclass(frozen=True)
@@ -332,7 +344,8 @@ class StockRoute:
     def name(self) -> str:
         return "alone" if self.alone else "padded"
 
-    def hidden(self, backbone: Any, ids_T: Tensor, layout: Packed) -> Tensor:
+    def hidden(self, backbone: Any, ids_T: Tensor, layout: Packed, layers: Sequence[int] = ()) -> Tensor:
+        asked = {"output_hidden_states": True} if layers else {}
         parts = ids_T.split(list(layout.lengths))
         found: dict[int, Tensor] = {}
         for group in self._groups(layout.lengths):
@@ -340,7 +353,7 @@ class StockRoute:
             rows = ids_T[:1].repeat(len(group), longest)
             for row, index in enumerate(group):
                 rows[row, : layout.lengths[index]] = parts[index]
-            out = backbone(input_ids=rows, use_cache=False).last_hidden_state
+            out = _states(backbone(input_ids=rows, use_cache=False, **asked), layers)
             found |= {index: out[row, : layout.lengths[index]] for row, index in enumerate(group)}
         return torch.cat([found[index] for index in range(len(parts))])
 

@@ -43,7 +43,7 @@ from opd.models.load import (
     wanted_shapes,
 )
 from opd.models.tokenizers import stop_ids, vocabulary_size
-from opd.records import Rollout, WeightsRef
+from opd.records import Layers, Rollout, WeightsRef
 
 if TYPE_CHECKING:
     from opd.models.cuda_graphs import PassGraphs
@@ -104,19 +104,32 @@ class LanguageModel:
     def context(self) -> int:
         return context_of(self.module.config)
 
-    def hidden(self, ids_T: Tensor, layout: Packed) -> Tensor:
-        """Final hidden states (T, D) of sequences packed back to back; row t predicts token t + 1."""
-        return self.route.hidden(self.backbone, ids_T, layout)
+    def hidden(self, ids_T: Tensor, layout: Packed, layers: Sequence[int] = ()) -> Tensor:
+        """Final hidden states (T, D) of sequences packed back to back; row t predicts token t + 1. With `layers`: (T, L, D)."""
+        return self.route.hidden(self.backbone, ids_T, layout, layers)
 
     def project(self, hidden: Tensor) -> Projection:
         return Projection(hidden, self.head.weight, self.head.bias, self.scale, self.softcap, self.size)
 
     def predict(self, batch: Row) -> Projection:
         """The distribution of every response token of a batch: row t - 1 predicts token t."""
+        return self.predict_layers(batch, "last")[0]
+
+    def layers(self, batch: Row, layers: Layers) -> Tensor:
+        """(N, L + 1, D), the hidden states after each of these layers and the final ones, at the rows that predict tokens."""
+        depth = self.module.config.get_text_config().num_hidden_layers
+        asked = [*layer_numbers(layers, depth), depth]
+        return TakeRows.apply(self.hidden(batch.ids_T, batch.layout, asked), batch.predicting_N)
+
+    def predict_layers(self, batch: Row, layers: Layers) -> tuple[Projection, Tensor | None]:
+        """The same, and the hidden states (N, L, D) after each of these layers. None: only the last is asked for."""
+        if layers != "last":
+            states = self.layers(batch, layers)
+            return self.project(states[:, -1]), states[:, :-1]
         hidden = None if self.graphs is None else self.graphs.hidden(batch.ids_T, batch.layout)
         if hidden is None:
             hidden = self.hidden(batch.ids_T, batch.layout)
-        return self.project(TakeRows.apply(hidden, batch.predicting_N))
+        return self.project(TakeRows.apply(hidden, batch.predicting_N)), None
 
     @contextmanager
     def resident(self) -> Iterator[LanguageModel]:
@@ -413,6 +426,12 @@ def _files(location: Location, wanted: list[str]) -> Iterable[Path]:
     except EntryNotFoundError:
         files = {"model.safetensors": None}
     return [Path(hf_hub_download(location.path, file, revision=location.revision)) for file in files]
+
+
+def layer_numbers(layers: Layers, depth: int) -> list[int]:
+    """Of the layers after which states are taken, from 1."""
+    first, every = {"last": (depth, 1), "all": (1, 1), "even": (1, 2), "odd": (2, 2)}[layers]
+    return list(range(first, depth + 1, every))
 
 
 # --- Packing rollouts into forward passes, up to a token budget ---

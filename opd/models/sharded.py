@@ -44,7 +44,7 @@ from opd.models.load import (
     weights_directory,
 )
 from opd.models.settings import Lora, layers_of_unit
-from opd.records import WeightsRef
+from opd.records import Layers, WeightsRef
 
 T = TypeVar("T")
 SHARD = "shard"  # last dimension of the mesh, along which rows are sharded; any other dimension holds replicas
@@ -87,9 +87,9 @@ class ShardedModel(LanguageModel):
 
     # Passes
 
-    def predict(self, batch: Row) -> Projection:
-        self._last = super().predict(batch)
-        return self._last
+    def predict_layers(self, batch: Row, layers: Layers) -> tuple[Projection, Tensor | None]:
+        self._last, states = super().predict_layers(batch, layers)
+        return self._last, states
 
     def passes(self, packs: Sequence[T]) -> Iterator[T]:
         """Yield each pack, then make empty passes until every rank has made as many as the busiest one."""

@@ -1,13 +1,14 @@
 """Terms on hidden states: those of student and teacher themselves (OPRD), or mapped into each other's space (DSKD, DSKDv2).
 
-Hidden states are the last ones, after the final norm: what the output head reads. An exact teacher sends them anyway.
+Hidden states are the last ones, after the final norm: what the output head reads. An exact teacher sends them anyway. OPRD can
+compare those after other layers, too.
 
 Axis legend: N = response tokens of the student, M = tokens of the teacher, d and D = widths of their hidden states.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -18,6 +19,7 @@ from opd.common.errors import ModelError
 from opd.divergences.kinds import DivergenceKind, ForwardKL
 from opd.objective.batch import concatenated
 from opd.objective.term import SpanEvents, Term, events_of, present_authors
+from opd.records import Layers
 from opd.registry import Choice, Family, Needs, StageView, Word
 
 if TYPE_CHECKING:
@@ -31,31 +33,61 @@ if TYPE_CHECKING:
 
 
 class Representation(Term):
-    """Mean squared distance of the last hidden states, over their width (OPRD). Both models need the same width."""
+    """Mean squared distance of hidden states, over their width and over layers (OPRD). Both models need the same width and depth."""
 
     name = "representation"
     one_model = True
 
+    layers: Layers = Field(
+        "last", description="of representation: the layers after which states are compared; even, odd: counted from 0"
+    )
+
+    @property
+    def states(self) -> Layers:
+        return self.layers
+
     def form_needs(self, updates: int) -> Needs:
-        return Needs(signals=((self.role, "hidden"),))
+        return Needs(signals=((self.role, "hidden" if self.layers == "last" else "layers"),))
+
+    def check(self, view: StageView) -> Iterable[str]:
+        yield from super().check(view)
+        if self.layers != "last" and view.train is not None and not view.train.learn:
+            yield f"representation with layers {self.layers}, and train.learn false: states of several layers are not kept. Use layers: last."
+        others = {term.states for term in view.terms} - {"last", self.layers}
+        if self.layers != "last" and others:
+            yield f"representation with layers {self.layers}, next to a term with layers {others.pop()}: a pass keeps one set. Use one of them."
 
     def loss(self, prepared: PreparedTerm, micro: MicroBatch, weight_N: np.ndarray) -> Tensor:
         import torch
 
-        from opd.divergences import Projection
-
         total = micro.projection.hidden.new_zeros((), dtype=torch.float32)
-        for rows, teacher in micro.teacher_projections(self.role, weight_N != 0):
-            assert isinstance(teacher, Projection)  # a mixture is rejected with the recipe
-            student, theirs = micro.rows(rows).hidden, teacher.hidden
-            if student.shape[1] != theirs.shape[1]:
+        for rows, student, theirs in self._compared(micro, weight_N != 0):
+            if student.shape[-1] != theirs.shape[-1]:
                 raise ModelError(
-                    f"objective: representation compares hidden states number by number, and the student's have {student.shape[1]} "
-                    f"and the teacher's {theirs.shape[1]}. Use form: dskd, which maps one to the other."
+                    f"objective: representation compares hidden states number by number, and the student's have {student.shape[-1]} "
+                    f"and the teacher's {theirs.shape[-1]}. Use form: dskd, which maps one to the other."
                 )
-            distance = (student.to(micro.wide) - theirs.detach().to(micro.wide)).square().mean(-1)
+            if student.shape != theirs.shape or not student.numel():
+                raise ModelError(
+                    f"objective: representation with layers {self.layers} compares {student.shape[1]} layers of the student with "
+                    f"{theirs.shape[1]} of the teacher. Use layers: last."
+                )
+            distance = (student.to(micro.wide) - theirs.detach().to(micro.wide)).square().flatten(1).mean(-1)
             total = total + (distance * micro.tensor(weight_N[rows])).sum()
         return total
+
+    def _compared(self, micro: MicroBatch, open_N: np.ndarray) -> Iterator[tuple[np.ndarray, Tensor, Tensor]]:
+        """(rows, the student's states, the teacher's): (n, D), or (n, L, D)."""
+        from opd.divergences import Projection
+
+        if self.layers == "last":
+            for rows, teacher in micro.teacher_projections(self.role, open_N):
+                assert isinstance(teacher, Projection)  # a mixture is rejected with the recipe
+                yield rows, micro.rows(rows).hidden, teacher.hidden
+            return
+        assert micro.states is not None
+        for rows, _, theirs in micro.teacher_states(self.role, "layers", open_N):
+            yield rows, micro.states[micro.tensor(rows)], theirs
 
 
 # --- Dual-space distillation: each model's states are mapped to the other's space, and go through the head there ---

@@ -97,6 +97,7 @@ class MicroBatch:
     teacher_mix: float  # the teacher's share of the sampling distribution
     statistics: TokenStatistics
     modules: Mapping[str, HeadModule] = field(default_factory=dict)  # trainable modules by name
+    states: Tensor | None = None  # (N, L, D) the student's hidden states after several layers, if a term reads them
 
     def module(self, name: str, rows: np.ndarray) -> Tensor:
         """Output of a trainable module for some rows, with gradients. Its input is the state that predicts the token.
@@ -150,12 +151,19 @@ class MicroBatch:
         return np.concatenate(self.batch.logprobs(role, self.pack.rollouts))[rows]
 
     def teacher_projections(self, role: str, open_N: np.ndarray) -> Iterator[tuple[np.ndarray, Source]]:
-        """(rows, projection) per teacher, usually one because micro-batches are ordered by teacher.
+        """(rows, projection) per teacher. The teacher's head has the student's precision."""
+        for rows, name, hidden in self.teacher_states(role, "hidden", open_N):
+            source, half = self.teachers[name].project(hidden), partial(in_half, dtype=self.projection.hidden.dtype)
+            yield rows, source.each(half) if isinstance(source, Mixture) else half(source)
 
-        The teacher's head has the student's precision. Leaves out rows that are not open, and rows without a signal.
+    def teacher_states(
+        self, role: str, kind: SignalKind, open_N: np.ndarray
+    ) -> Iterator[tuple[np.ndarray, str, Tensor]]:
+        """(rows, name, hidden states) per teacher, usually one because micro-batches are ordered by teacher.
+
+        Leaves out rows that are not open, and rows without a signal.
         """
-        student, signals = self.projection.hidden, self.batch.signals[role, "hidden"]
-        device = student.device
+        device, signals = self.device, self.batch.signals[role, kind]
         waits = (
             device.type == "cpu"
         )  # a copy from a GPU must be awaited; one to a GPU is ordered before what reads it there
@@ -170,8 +178,7 @@ class MicroBatch:
             chosen = open_N[owner == name]
             if not chosen.all():
                 hidden = hidden[self.tensor(np.flatnonzero(chosen))]
-            source, half = self.teachers[name].project(hidden), partial(in_half, dtype=student.dtype)
-            yield rows, source.each(half) if isinstance(source, Mixture) else half(source)
+            yield rows, name, hidden
 
     def teacher_distributions(self, role: str, open_N: np.ndarray) -> Iterator[tuple[np.ndarray, Source | TopK]]:
         """Like `teacher_projections`, for either kind of signal: hidden states or top-k ids."""

@@ -39,7 +39,7 @@ from opd.objective.micro import (
     trace_tokens,
 )
 from opd.objective.term import AUTHOR, AnyTerm, Term
-from opd.records import Rollout, SignalKind, SignalNeed, TeacherLike
+from opd.records import Layers, Rollout, SignalKind, SignalNeed, TeacherLike
 from opd.registry import Needs, validate_settings
 
 if TYPE_CHECKING:
@@ -141,7 +141,14 @@ class Objective:
         """
         known = signals.get((role, "hidden")) if kind in ("logprobs_at", "topk") else None
         wanted = [k for needs in self._each for asked, k in needs.topk if asked == role]
-        return SignalNeed(kind, k=max(wanted, default=None) if kind == "topk" else None, hidden=known)
+        return SignalNeed(
+            kind, k=max(wanted, default=None) if kind == "topk" else None, layers=self.layers, hidden=known
+        )
+
+    @property
+    def layers(self) -> Layers:
+        """Those whose hidden states a term reads; without such a term, the last."""
+        return next((term.states for term in self.terms if term.states != "last"), "last")
 
     def _needs(self, step: int, updates: int) -> tuple[Needs, list[tuple[str, SignalKind]]]:
         """What the active terms need, and the signals among it, hidden states first."""
@@ -191,7 +198,8 @@ class Objective:
     def __call__(
         self, student: LanguageModel, pack: Pack, prepared: PreparedBatch, weights: TokenWeights
     ) -> tuple[Tensor, TokenStatistics]:
-        projection = autocast_head(student.predict(pack))
+        predicted, states = student.predict_layers(pack, self.layers)
+        projection = autocast_head(predicted)
         micro = MicroBatch(
             pack,
             projection,
@@ -202,6 +210,7 @@ class Objective:
             self.drawing.teacher_mix,
             TokenStatistics.empty(projection.count),
             self.modules,
+            states,
         )
         total = projection.hidden.new_zeros((), dtype=torch.float32)
         for term, by_rollout in zip(prepared.terms, weights, strict=True):

@@ -27,7 +27,7 @@ from opd.common.short_forms import SHORT_FORMS
 from opd.divergences.kinds import LOG_ZERO, AnyDivergence, AnySupport, Full, ReverseKL
 from opd.objective.corrections import LOG_LIMIT, AnyCorrection
 from opd.objective.gates import AnyGate, keyed_uniforms
-from opd.records import Author, SignalKind
+from opd.records import Author, Layers, SignalKind
 from opd.registry import SETTINGS, Choice, Family, Fraction, Needs, Positive, StageView, Word, changed
 
 if TYPE_CHECKING:
@@ -227,6 +227,11 @@ class Term(Choice):
 
     def form_needs(self, updates: int) -> Needs:
         return Needs()
+
+    @property
+    def states(self) -> Layers:
+        """The layers whose hidden states it reads."""
+        return "last"
 
     def modules(self) -> tuple[str, ...]:
         """Names of the trainable modules that it uses."""

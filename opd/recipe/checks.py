@@ -126,6 +126,41 @@ def _teacher_prefix(stage: Stage) -> Iterator[str]:
         yield "rollout.teacher_prefix with checkpoint.resume exact: the student draws no token of the prefix. Use prefill."
 
 
+def _segment(stage: Stage) -> Iterator[str]:
+    """Settings that need whole answers in the step that begins them."""
+    rollout = stage.rollout
+    if rollout.segment is None:
+        return
+    key = f"rollout.segment {rollout.segment}"
+    if rollout.segment >= rollout.max_new_tokens:
+        yield f"{key} is not below rollout.max_new_tokens {rollout.max_new_tokens}, so no answer would span steps. Lower it."
+    if rollout.staleness:
+        yield f"{key} with rollout.staleness {rollout.staleness}: sampling ahead of training samples whole answers. Drop one."
+    if stage.environments:
+        yield f"{key} with an environment: an episode is played within one step. Drop one."
+    whole = (
+        "rescue",
+        "demonstrations",
+        "takeover",
+        "experience",
+        "contrast",
+        "teacher_prefix",
+        "share_schedule",
+        "length_schedule",
+    )
+    for name in whole:
+        if getattr(rollout, name):
+            yield f"{key} with rollout.{name}, which decides about the answers of a step, and these span several. Drop one."
+    if rollout.replaying:
+        yield f"{key} with the writer replay: answers are repeated whole. Drop one."
+    if rollout.mixed_versions == "refuse":
+        yield f"{key} continues answers with newer weights, and rollout.mixed_versions is refuse. Set it to allow."
+    if stage.store.retain is not None:
+        yield f"{key} continues answers of earlier steps, and store.retain {stage.store.retain} may delete them. Set store.retain: null."
+    if not stage.train.learn:
+        yield f"{key} with train.learn false: no step needs to be short, and answers would be unfinished in the end. Drop it."
+
+
 def _staleness(stage: Stage) -> Iterator[str]:
     """Settings that do not work when sampling runs ahead of training."""
     rollout = stage.rollout
@@ -510,6 +545,7 @@ def _files(stage: Stage) -> Iterator[str]:
 
 CHECKS = (
     _rollouts,
+    _segment,
     _staleness,
     _authors,
     _plain_text,

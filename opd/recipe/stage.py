@@ -413,7 +413,10 @@ class Stage(BaseModel):
         """Add all monitors, and the correction that the objective needs for tokens from another engine or from older weights."""
         monitors = self.monitors.completed(growing=self.rollout.length_schedule is not None)
         stage = self.model_copy(update={"monitors": monitors})
-        if not (self.sampler.corrects or self.rollout.staleness) or self.rollout.shown_to_student:
+        if (
+            not (self.sampler.corrects or self.rollout.staleness or self.rollout.segment)
+            or self.rollout.shown_to_student
+        ):
             return stage
         return stage.model_copy(update={"objective": [term.corrected() for term in self.objective]})
 

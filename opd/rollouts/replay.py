@@ -49,7 +49,7 @@ STAGE = "stage:"
 EXAMPLES = 8  # example prompts per domain
 WRITING = (  # they have answers written, or say how
     "data_share", "teacher_share", "teacher_mix", "teacher_prefix", "writers", "rescue", "takeover", "experience", "share_schedule",
-    "length_schedule",
+    "length_schedule", "segment",
 )  # fmt: skip
 REPEATED = re.compile(r"/replay-\d+$")  # ends the ids of answers that the writer `replay` stored again
 AUXILIARY = ("hint:", "experience:", "prefix:")  # sources of texts written for others to read

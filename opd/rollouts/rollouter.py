@@ -16,7 +16,7 @@ import copy
 import json
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Annotated, Any, Protocol
@@ -80,6 +80,8 @@ class Planned:
     sampling: Sampling | None = None  # replaces the stage's sampling
     start: Rollout | None = None  # the answer begins with its tokens; if it has stopped, these are the whole answer
     given: GivenTurns | None = None  # turns of an episode that it begins with
+    since: int = 0  # tokens that it may have had before this step
+    until: int | None = None  # tokens that it may have after it, if a later step continues
     extras: Mapping[str, Any] = field(default_factory=dict)  # kept with the rollout
 
     @property
@@ -110,6 +112,7 @@ class Rollouter:
     ranks: Peers = field(default_factory=Peers)
     pace: Pace | None = None  # what changes from step to step
     buffer: ReplayBuffer | None = None  # earlier answers that are trained on again
+    segments: Segments | None = None  # answers that span steps
     consumed: int | None = 0  # stored rollouts of earlier steps and stages; None: unknown after a repair
     rendered_ahead: dict[str, np.ndarray] = field(default_factory=dict)  # prompt ids rendered in advance
     _replayed: dict[str, DurableTokens] = field(default_factory=dict)
@@ -184,9 +187,20 @@ class Rollouter:
         prompts = self.rendered(visits) if prompts is None else prompts
         if self.spec.teacher_prefix is not None:
             planned = self._with_prefixes(planned, version, prompts)
-        written = self.carry_out(planned, version, prompts, durable=durable)
+        if self.segments is None:
+            written = self.carry_out(planned, version, prompts, durable=durable)
+        else:
+            left = self.ranks.share(partial(self.segments.unfinished, planned, self.store))
+            written = self.carry_out(self.segments.plans(planned, left), version, prompts, durable=durable)
+            left = self.ranks.share(partial(self.segments.unfinished, planned, self.store, 1))
+            written.ids = self.segments.ended(planned, left)
         written.prompts, written.unshown = len(visits), unshown
         return written
+
+    @property
+    def waiting(self) -> list[Visit]:
+        """Visits whose answers were begun in an earlier step and have not all ended."""
+        return [] if self.segments is None else [visit for visit, _ in self.segments.waiting.values()]
 
     def _with_prefixes(
         self, planned: dict[str, Planned], version: int, prompts: Mapping[str, np.ndarray]
@@ -250,6 +264,7 @@ class Rollouter:
             (plan.writer.source(plan.visit, self.context), plan.writer.author): plan.writer for plan in sampled
         }
         requests, finished, continued = self.ranks.share(partial(self._requests, planned, version, prompts))
+        paused = {name for name, plan in planned.items() if plan.until is not None}
         for (source, author), wanted in requests.items():
             sampler, by = writers[source, author].sampler(source, self.context), AUTHORS[author]
             if isinstance(sampler, LoggingSampler):
@@ -257,11 +272,12 @@ class Rollouter:
                     for _ in range(count):
                         self.on_token()
             elif isinstance(sampler, SharedSampler) and any(planned[request.id].in_environment for request in wanted):
-                sampler.lead(partial(self._draw, wanted, by))
+                sampler.lead(partial(self._draw, paused, wanted, by))
             else:
-                self._draw(wanted, by, sampler, self.check_stop)
+                self._draw(paused, wanted, by, sampler, self.check_stop)
         self.store.commit(sync=durable)
-        self.consumed = None if self.consumed is None else self.consumed + len(planned)
+        begun = sum(not plan.since for plan in planned.values())
+        self.consumed = None if self.consumed is None else self.consumed + begun
         return Written(list(planned), finished, continued, resumed=finished + continued > 0)
 
     def _requests(
@@ -278,7 +294,7 @@ class Rollouter:
         requests: dict[tuple[str, str], list[SampleRequest]] = {}
         for rollout_id, plan in planned.items():
             if rollout_id in self.store.entries and rollout_id not in durable:
-                continue  # finished by an earlier process
+                continue  # finished by an earlier process, or as far as this step samples
             visit, writer, prompt_ids = plan.visit, plan.writer, prompts[plan.visit.prompt.id]
             if visit.source in self.replays or visit.replay:
                 self._replay_stored(rollout_id, plan, prompt_ids, durable.get(rollout_id))
@@ -297,9 +313,9 @@ class Rollouter:
             else:
                 key = request_key(self.seed, visit.prompt.id, visit.visit, plan.sample)
                 read = shown.get(rollout_id, prompt_ids)
-                request = SampleRequest(rollout_id, read, key, plan.sampling or self.sampling)
+                request = SampleRequest(rollout_id, read, key, self._sampling(plan))
                 if begun is not None and begun.response_ids.size:
-                    request = self._resumed(request, begun, writer, version)
+                    request = self._resumed(request, begun, writer, version, plan.since)
                 environment = None if plan.group_suffix else visit.prompt.environment
                 if environment is not None:
                     request = replace(request, prefix_ids=None)
@@ -314,7 +330,16 @@ class Rollouter:
                         given=plan.given or self._given(visit, writer),
                     )
                 requests.setdefault((source, writer.author), []).append(request)
-        return requests, finished, len(durable)
+        continued = [
+            name
+            for name, begun in durable.items()
+            if begun.response_ids.size > planned[name].since or not planned[name].since
+        ]
+        return requests, finished, len(continued)
+
+    def _sampling(self, plan: Planned) -> Sampling:
+        sampling = plan.sampling or self.sampling
+        return sampling if plan.until is None else replace(sampling, max_new_tokens=plan.until)
 
     def dialogue(self, prompt: Prompt) -> Dialogue:
         """What reads and writes the turns of a prompt's episodes."""
@@ -371,9 +396,10 @@ class Rollouter:
             rollout_id: self.store.entries[rollout_id] for rollout_id in planned if rollout_id in self.store.entries
         }
         for rollout_id, entry in known.items():
-            if self.consumed is not None and entry.number < self.consumed:
+            if self.consumed is not None and entry.number < self.consumed and not planned[rollout_id].since:
                 raise _duplicate(planned[rollout_id].visit.prompt)
-        open_ids = [rollout_id for rollout_id, entry in known.items() if entry.stop is None]
+        limits = {rollout_id: planned[rollout_id].until or sys.maxsize for rollout_id in known}
+        open_ids = [name for name, entry in known.items() if entry.stop is None and entry.length <= limits[name]]
         finished = [rollout_id for rollout_id, entry in known.items() if entry.stop is not None]
         durable = dict(zip(open_ids, self.store.partial(open_ids), strict=True)) if open_ids else {}
         for rollout in [*(self.store.load(finished) if finished else ()), *durable.values()]:
@@ -387,8 +413,10 @@ class Rollouter:
                 )
         return durable, len(finished)
 
-    def _resumed(self, request: SampleRequest, durable: Rollout, writer: Writer, version: int) -> SampleRequest:
-        """The request to continue a rollout after its durable tokens."""
+    def _resumed(
+        self, request: SampleRequest, durable: Rollout, writer: Writer, version: int, since: int
+    ) -> SampleRequest:
+        """The request to continue a rollout after its durable tokens. `since`: how many of them earlier steps have drawn."""
         versions = sorted({*durable.version[durable.author == Author.STUDENT].tolist(), version})
         if writer.author == "student" and len(versions) > 1 and self.spec.mixed_versions == "refuse":
             raise TrainingError(
@@ -396,8 +424,8 @@ class Rollouter:
                 "rollout.mixed_versions is `refuse`. Set it to `allow`: every token keeps its own version and log-prob."
             )
         if self.exact:
-            self._replayed[request.id] = DurableTokens(durable)
-            return request
+            self._replayed[request.id] = DurableTokens(durable, since)
+            return replace(request, prefix_ids=durable.response_ids[:since]) if since else request
         return replace(request, prefix_ids=durable.response_ids)
 
     def prompt_ids(self, prompt: Prompt, source: PromptSource) -> np.ndarray:
@@ -501,7 +529,12 @@ class Rollouter:
             self.store.note(rollout_id, **known)
 
     def _draw(
-        self, requests: Sequence[SampleRequest], author: Author, sampler: TokenSampler, check_stop: Callable[[], None]
+        self,
+        paused: Collection[str],
+        requests: Sequence[SampleRequest],
+        author: Author,
+        sampler: TokenSampler,
+        check_stop: Callable[[], None],
     ) -> None:
         playing = {request.id: self._playing.pop(request.id) for request in requests if request.id in self._playing}
         draw_into(
@@ -511,6 +544,7 @@ class Rollouter:
             author,
             playing,
             replayed=self._replayed,
+            paused=paused,
             check_stop=check_stop,
             on_token=self.on_token,
         )
@@ -571,7 +605,68 @@ class ReplayBuffer:
             prompt = numbered_prompt(source, prompt_id)
             if prompt is not None:
                 return Visit(prompt, visit, number, replay=step)
-        raise DataError(f"prompt {prompt_id!r} is no longer in the sources of this stage. Restore them.")
+        raise _gone(prompt_id)
+
+
+# --- Answers that span steps ---
+
+
+@dataclass
+class Segments:
+    """Lets a step sample at most `tokens` of an answer; the next step continues it with the weights of that time.
+
+    A group waits until all its answers have ended. `waiting`: by group, the visit and how many segments its answers have had.
+    """
+
+    tokens: int
+    most: int  # new tokens of a whole answer
+    sources: Sequence[Source]
+    waiting: dict[tuple[str, int], tuple[Visit, int]] = field(default_factory=dict)
+
+    def unfinished(self, planned: Mapping[str, Planned], store: RolloutStore, more: int = 0) -> list[str]:
+        """Rollouts that have not ended with their segments so far, and so many more. An earlier process may have drawn later ones."""
+        left = []
+        for name, plan in planned.items():
+            entry = store.entries.get(name)
+            drawn = plan.writer.author in ("student", "teacher")
+            limit = (self._had(plan.visit) + more) * self.tokens
+            if entry is None or entry.stop is None or (drawn and entry.length > limit):
+                left.append(name)
+        return left
+
+    def plans(self, planned: Mapping[str, Planned], left: Collection[str]) -> dict[str, Planned]:
+        """The plans of those that have not ended, each with the limits of its next segment."""
+        found = {}
+        for name in left:
+            since = self._had(planned[name].visit) * self.tokens
+            until = since + self.tokens
+            found[name] = replace(planned[name], since=since, until=until if until < self.most else None)
+        return found
+
+    def ended(self, planned: Mapping[str, Planned], left: Collection[str]) -> list[str]:
+        """The rollouts of groups that are complete now. The others wait."""
+        visits = {_group(plan.visit): plan.visit for plan in planned.values()}
+        waiting = {_group(planned[name].visit) for name in left}
+        self.waiting = {name: (visits[name], self._had(visits[name]) + 1) for name in visits if name in waiting}
+        return [name for name, plan in planned.items() if _group(plan.visit) not in waiting]
+
+    def state(self) -> list[list[Any]]:
+        return [[visit.source, visit.prompt.id, visit.visit, count] for visit, count in self.waiting.values()]
+
+    def restore(self, state: Iterable[Sequence[Any]]) -> None:
+        self.waiting = {}
+        for source, prompt_id, visit, count in state:
+            prompt = numbered_prompt(self.sources[source], prompt_id)
+            if prompt is None:
+                raise _gone(prompt_id)
+            self.waiting[prompt_id, visit] = Visit(prompt, visit, source), count
+
+    def _had(self, visit: Visit) -> int:
+        return self.waiting.get(_group(visit), (visit, 0))[1]
+
+
+def _group(visit: Visit) -> tuple[str, int]:
+    return visit.prompt.id, visit.visit
 
 
 class Sink(TurnSink, Protocol):
@@ -588,13 +683,14 @@ def draw_into(
     playing: Mapping[str, Playing] | None = None,
     *,
     replayed: Mapping[str, DurableTokens] | None = None,
+    paused: Collection[str] = (),
     check_stop: Callable[[], None] = lambda: None,
     on_token: Callable[[SampledToken], None] = lambda token: None,
 ) -> None:
     """Sample answers to requests. The tokens of one sampler step, one per request, go into the sink together.
 
-    `author`: the author of tokens for which the sampler gives none. `replayed`: tokens that are drawn again. `playing`: rollouts in an
-    environment, by id. When a turn ends, the environment's tokens are added and the next turn is requested, while the sampler works on
+    `author`: the author of tokens for which the sampler gives none. `replayed`: tokens that are drawn again. `paused`: ids of
+    answers that do not end at their limit, because a later step continues them. `playing`: rollouts in an environment, by id. When a turn ends, the environment's tokens are added and the next turn is requested, while the sampler works on
     the other requests.
     """
     drawn: dict[str, SampledToken] = {}
@@ -618,9 +714,9 @@ def draw_into(
                     waiting = 0
             elif isinstance(event, Finished):
                 _keep(drawn, sink, author)
-                if turns is None:
+                if turns is None and not (event.stop == "length" and event.request_id in paused):
                     sink.finish(event.request_id, event.stop)
-                else:
+                elif turns is not None:
                     turns.ended(event.request_id, event.stop)
             check_stop()
     finally:
@@ -785,6 +881,10 @@ def as_trained(rollout: Rollout) -> Rollout:
     return replace(rollout, logprob=unknown, logprob_sampled=unknown, logprob_stop=unknown)
 
 
+def _gone(prompt_id: str) -> DataError:
+    return DataError(f"prompt {prompt_id!r} is no longer in the sources of this stage. Restore them.")
+
+
 def _duplicate(prompt: Prompt) -> DataError:
     return DataError(
         f"prompt {prompt.id!r} appears twice in one pass: two rows or two sources share its id. Give every prompt its own id."
@@ -794,9 +894,11 @@ def _duplicate(prompt: Prompt) -> DataError:
 class DurableTokens:
     """The durable tokens of one rollout that a sampler drew, compared bit by bit with the same tokens drawn again."""
 
-    def __init__(self, durable: Rollout) -> None:
+    def __init__(self, durable: Rollout, since: int = 0) -> None:
+        """`since`: how many of them are not drawn again."""
         self._durable = durable
-        self._left = iter(np.flatnonzero(~np.isin(durable.author, (Author.ENV, Author.DATA))).tolist())
+        drawn = np.flatnonzero(~np.isin(durable.author, (Author.ENV, Author.DATA)))
+        self._left = iter(drawn[drawn >= since].tolist())
 
     def holds(self, token: SampledToken) -> bool:
         """Whether the store already has this token. A different token is an error, because all later ones would differ too."""

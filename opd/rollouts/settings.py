@@ -51,6 +51,10 @@ class Rollouts(BaseModel):
     length_schedule: Annotated[Any, Family("length_schedule")] | None = Field(
         None, description="how the limit on new tokens grows up to max_new_tokens: line, matched"
     )
+    segment: Positive | None = Field(
+        None,
+        description="new tokens of an answer per step: the next step continues it, and a group is trained on when all its answers have ended",
+    )
     teacher_prefix: TeacherPrefix | None = Field(
         None, description="the prompt's own teacher writes the first tokens of the student's answers (TrOPD)"
     )

@@ -459,16 +459,20 @@ class TeachersPart(DurablePart):
 
 
 class StreamPart(DurablePart):
-    """The prompt stream, and the number of rollouts trained on so far, including earlier stages."""
+    """The prompt stream, the number of rollouts begun so far, including earlier stages, and those that wait for their next segment."""
 
     def state(self) -> dict[str, Any]:
         pace = {} if self.parts.rollouter.pace is None else {"pace": self.parts.rollouter.pace.state()}
-        return {"stream": self.parts.stream.state(), "rollouts": self.parts.rollouter.consumed, **pace}
+        segments = self.parts.rollouter.segments
+        waiting = {} if segments is None else {"waiting": segments.state()}
+        return {"stream": self.parts.stream.state(), "rollouts": self.parts.rollouter.consumed, **pace, **waiting}
 
     def restore(self, state: Mapping[str, Any], checkpoint: Path) -> None:
         self.parts.stream.restore(state["stream"])
         if self.parts.rollouter.pace is not None:
             self.parts.rollouter.pace.restore(state["pace"])
+        if self.parts.rollouter.segments is not None:
+            self.parts.rollouter.segments.restore(state["waiting"])
         if self.parts.rollouter.consumed is not None:
             self.parts.rollouter.consumed = min(state["rollouts"], len(self.parts.store))
 

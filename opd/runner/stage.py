@@ -41,7 +41,7 @@ from opd.recipe.stage import WEIGHTS
 from opd.records import Sampling, TeacherLike
 from opd.rollouts.pace import Pace
 from opd.rollouts.replay import RunSource
-from opd.rollouts.rollouter import ReplayBuffer, Rollouter
+from opd.rollouts.rollouter import ReplayBuffer, Rollouter, Segments
 from opd.rollouts.writers import WriterContext
 from opd.runner.checks import Checked, RevisionOf, as_named, check_stage, open_stream, response_limit, shown_room
 from opd.runner.plan import keep_smaller_budget, settle_sizes
@@ -251,6 +251,7 @@ def _rollouter(
         ranks=ranks,
         pace=Pace.of(rollout, spec.train.steps),
         buffer=ReplayBuffer(again, checked.sources) if again is not None else None,
+        segments=Segments(rollout.segment, rollout.max_new_tokens, checked.sources) if rollout.segment else None,
     )
 
 

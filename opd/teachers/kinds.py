@@ -21,7 +21,7 @@ from opd.common.context import RunContext
 from opd.common.errors import ModelError, RecipeError
 from opd.data.prompts import DOMAIN, route_value
 from opd.models.load import base_of, is_adapter, smol_models
-from opd.records import Prompt, Rollout, SignalKind, TeacherLike, WeightsRef
+from opd.records import Layers, Prompt, Rollout, SignalKind, TeacherLike, WeightsRef
 from opd.registry import Address, Choice, Dtype, Family, Positive, StageView, Word
 from opd.teachers.scoring import BATCH_TOKENS, LocalTeacher, Page, ScoringTeacher, tempered
 from opd.teachers.views import AnyView, SameView
@@ -170,7 +170,7 @@ AnyTeacher = Annotated[TeacherKind, Family("teacher", default="frozen")]
 class ModelTeacher(TeacherKind):
     """Kinds that score with a model in this process."""
 
-    offers = frozenset({"logprobs_at", "hidden", "topk"})
+    offers = frozenset({"logprobs_at", "hidden", "layers", "topk"})
 
     batch_tokens: Positive | None = Field(
         None, description="tokens scored in one forward pass; default: what fits a GPU, 8192 on a CPU"
@@ -515,6 +515,8 @@ class FollowingTeacher(LocalTeacher):
 class LiveStudent(ScoringTeacher):
     """Scores with the weights at the start of the step. Keeps their head, since a step may have several updates."""
 
+    offers = LocalTeacher.offers
+
     def __init__(
         self, name: str, role: str, student: LanguageModel, batch_tokens: int | None, stop_ids: tuple[int, ...]
     ) -> None:
@@ -531,6 +533,9 @@ class LiveStudent(ScoringTeacher):
 
     def hidden(self, page: Page) -> Tensor:
         return self._student.predict(page).hidden
+
+    def layers(self, page: Page, layers: Layers) -> Tensor:
+        return self._student.layers(page, layers)[:, :-1]
 
     @property
     def width(self) -> int:

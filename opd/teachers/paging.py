@@ -289,9 +289,9 @@ class PagedModel(LanguageModel):
         vars(self).update(vars(model))
         self.stay, self._pager = stay, pager
 
-    def hidden(self, ids_T: Tensor, layout: Packed) -> Tensor:
+    def hidden(self, ids_T: Tensor, layout: Packed, layers: Sequence[int] = ()) -> Tensor:
         self._pager.bring(self.stay)
-        return super().hidden(ids_T, layout)
+        return super().hidden(ids_T, layout, layers)
 
     def project(self, hidden: Tensor) -> Projection:
         weight, bias = self._pager.head(self.stay)

@@ -17,7 +17,7 @@ import numpy as np
 
 from opd.common.text import first_line
 from opd.models.tokenizers import RemoteVocabulary, fingerprint
-from opd.records import Rendered, Rollout, Signal, SignalKind, SignalNeed, TopK, WeightsRef
+from opd.records import Layers, Rendered, Rollout, Signal, SignalKind, SignalNeed, TopK, WeightsRef
 from opd.teachers.views import response_after
 
 if TYPE_CHECKING:
@@ -108,6 +108,10 @@ class ScoringTeacher:
         """(N, D), one row per scored token."""
         raise NotImplementedError
 
+    def layers(self, page: Page, layers: Layers) -> Tensor:
+        """(N, L, D), hidden states after each of these layers."""
+        raise NotImplementedError
+
     def project(self, hidden: Tensor) -> Any:
         """Its distribution: a `Projection`, or a `Mixture` of several."""
         raise NotImplementedError
@@ -187,6 +191,8 @@ class ScoringTeacher:
 
         with torch.no_grad():
             page = Page.of(texts, self.device)
+            if need.kind == "layers":
+                return list(self.kept(self.layers(page, need.layers)).split(page.counts))
             if need.hidden is not None and all(name in need.hidden for name in ids):
                 hidden_ND = torch.cat([reached(need.hidden[name]).to(self.device) for name in ids])
             else:
@@ -282,6 +288,8 @@ def spread(values: Any, mask: np.ndarray) -> Any:
 class LocalTeacher(ScoringTeacher):
     """A frozen checkpoint."""
 
+    offers = ScoringTeacher.offers | {"layers"}
+
     def __init__(
         self, name: str, role: str, model: LanguageModel, batch_tokens: int | None, stop_ids: tuple[int, ...]
     ) -> None:
@@ -296,6 +304,9 @@ class LocalTeacher(ScoringTeacher):
 
     def hidden(self, page: Page) -> Tensor:
         return self.model.predict(page).hidden
+
+    def layers(self, page: Page, layers: Layers) -> Tensor:
+        return self.model.layers(page, layers)[:, :-1]
 
     def _answers(self, asked: Sequence[tuple[list[Rendered], list[str]]], need: SignalNeed) -> Iterable[list[Any]]:
         known = need.hidden or {}  # the hidden states of these rollouts need no forward pass

@@ -18,7 +18,7 @@ from opd.models.modules import AnyModule, Module, open_modules
 from opd.objective.batch import Batch
 from opd.objective.objective import Objective
 from opd.recipe import Rollouts, load_recipe
-from opd.records import Rendered, Rollout, SignalNeed
+from opd.records import Rendered, Rollout
 from opd.registry import validate_settings
 from opd.teachers.scoring import LocalTeacher
 from tests.support.helpers import EOS, tiny_model
@@ -73,10 +73,11 @@ def through_the_objective(term: dict[str, Any], kind: dict[str, Any], crossed: b
     student, teacher = models(same_width=term["form"] == "representation")
     judge, spaces = opened(student, teacher, crossed, kind)
     rollouts, seen = texts(crossed)
-    found = judge.score(rollouts, SignalNeed("hidden"), seen)
-    signals: Any = {("teacher", "hidden"): {item.id: one for item, one in zip(rollouts, found, strict=True)}}
-    batch = Batch(rollouts, signals, {})
     objective = Objective([{"coefficient": 0.7, **term}], {"judge": judge}, Rollouts(), STOPS)
+    ((role, kind_of_signal),) = objective.needs(1)
+    found = judge.score(rollouts, objective.need_given({}, role, kind_of_signal), seen)
+    signals: Any = {(role, kind_of_signal): {item.id: one for item, one in zip(rollouts, found, strict=True)}}
+    batch = Batch(rollouts, signals, {})
     objective.modules = {"spaces": spaces}
 
     def cut(some: Any) -> Any:
@@ -91,15 +92,22 @@ def through_the_objective(term: dict[str, Any], kind: dict[str, Any], crossed: b
     return total, grads({**student.trainable(), **spaces.parameters()})
 
 
-def states_of(module: Any, prompt: np.ndarray, answer: np.ndarray) -> Tensor:
+def states_of(module: Any, prompt: np.ndarray, answer: np.ndarray, layer: int = -1) -> Tensor:
     ids = torch.tensor(np.concatenate([prompt, answer]).astype(np.int64))
-    found: Tensor = module.model(input_ids=ids[None]).last_hidden_state[0][prompt.size - 1 : -1]
+    states = module.model(input_ids=ids[None], output_hidden_states=True).hidden_states[layer]
+    found: Tensor = states[0][prompt.size - 1 : -1]
     return found
 
 
 def forward_kl(teacher: Tensor, student: Tensor) -> Tensor:
     p, q = ((side[:, :SIZE] / TEMPERATURE).log_softmax(-1) for side in (teacher.detach(), student))
     return (p.exp() * (p - q)).sum(-1)
+
+
+def distance(term: dict[str, Any], ours: Any, theirs: Any) -> Tensor:
+    numbers = {"last": [-1], "all": [1, 2], "odd": [2]}[term.get("layers", "last")]
+    pairs = [(states_of(*ours, layer=number), states_of(*theirs, layer=number)) for number in numbers]
+    return torch.stack([((mine - other) ** 2).mean(-1).sum() for mine, other in pairs]).mean()
 
 
 def embedded(head: Tensor, ids: np.ndarray) -> Tensor:
@@ -136,7 +144,9 @@ def by_hand(term: dict[str, Any], kind: dict[str, Any], crossed: bool) -> tuple[
         h_s = states_of(student, item.prompt_ids, item.response_ids)
         h_t = states_of(teacher, item.prompt_ids, theirs)
         if term["form"] == "representation":
-            total = total + ((h_s - h_t) ** 2).mean(-1).sum()
+            total = total + distance(
+                term, (student, item.prompt_ids, item.response_ids), (teacher, item.prompt_ids, theirs)
+            )
             continue
         if kind.get("start") == "heads":
             ours, other = (
@@ -182,6 +192,8 @@ def grads(parameters: dict[str, Any]) -> dict[str, Tensor]:
 DUAL = {"form": "dskd", "temperature": TEMPERATURE}
 CASES = {
     "representation": ({"form": "representation"}, {"align": "tokens"}, False),
+    "all layers": ({"form": "representation", "layers": "all"}, {"align": "tokens"}, False),
+    "every second layer": ({"form": "representation", "layers": "odd"}, {"align": "tokens"}, False),
     "one tokenizer": (DUAL, {"align": "tokens"}, False),
     "from the heads": ({**DUAL, "labels": "teacher"}, {"align": "tokens", "start": "heads"}, False),
     "attention": (DUAL, {"align": "attention"}, False),

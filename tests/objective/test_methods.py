@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,8 +18,8 @@ from opd.models.language_model import LanguageModel, Pack
 from opd.objective.gates import keyed_uniforms
 from opd.objective.policy_gradient import TRRD
 from opd.objective.term import candidate_losses
-from opd.recipe import load_recipe
-from opd.records import Rollout
+from opd.recipe import load_recipe, shipped_recipes
+from opd.records import Author, Rollout
 from tests.support.helpers import tiny_module, tiny_tokenizer
 from tests.support.rollouts import STOPS, sampled_by, some_rollouts
 from tests.support.steps import gradients
@@ -289,7 +290,166 @@ def fixed(answers: Answers) -> Tensor:
     return mean(answers, lambda item: 0.5 * (item.s - item.b).exp(), lambda item: open_[item.rollout.id])
 
 
+def of_answers(answers: Answers, losses: Callable[[Answer], Tensor]) -> Tensor:
+    """The mean over answers of the mean over their tokens."""
+    return torch.stack([losses(item).mean() for item in answers]).mean()
+
+
+def jsd(p: Tensor, q: Tensor) -> Tensor:
+    """Of log-distributions: half the KLs to their mean."""
+    m = (0.5 * p.exp() + 0.5 * q.exp()).log()
+    return 0.5 * (p.exp() * (p - m)).sum(-1) + 0.5 * (q.exp() * (q - m)).sum(-1)
+
+
+def with_tail(item: Answer, k: int) -> tuple[Tensor, Tensor]:
+    """Both sides on the student's k likeliest events and one for all others."""
+    ids = item.log_s.detach().topk(k).indices
+    known = [side.gather(-1, ids) for side in (item.log_s, item.log_t)]
+    log_s, log_t = (torch.cat([some, (1 - some.exp().sum(-1, keepdim=True)).log()], -1) for some in known)
+    return log_s, log_t
+
+
+def opcd(answers: Answers) -> Tensor:
+    def losses(item: Answer) -> Tensor:
+        log_s, log_t = with_tail(item, 32)
+        return (log_s.exp() * (log_s - log_t)).sum(-1)
+
+    return mean(answers, losses)
+
+
+def corrected(item: Answer, weight: Callable[[Tensor], Tensor], advantage: Tensor | float) -> Tensor:
+    """Importance sampling with a weight of the ratio of trainer to sampler in place of that ratio."""
+    rho = (item.s - item.b).exp().detach()
+    return -weight(rho) * (item.s - item.s.detach()).exp() * advantage
+
+
+def band(rho: Tensor) -> Tensor:
+    return rho * ((rho >= 0.5) & (rho <= 2.0))
+
+
+def gap(item: Answer) -> Tensor:
+    return item.t - item.s.detach()
+
+
+def glm5(answers: Answers) -> Tensor:
+    return of_answers(
+        answers,
+        lambda item: band((item.s - item.b).exp().detach()) * ppo(item.s - item.s.detach(), gap(item), 0.2, 0.28),
+    )
+
+
+def kepo(answers: Answers) -> Tensor:
+    chosen = [item for item in answers if REWARDS[item.rollout.id] == 1]
+    policy = of_answers(answers, lambda item: ppo(item.s - item.s.detach(), item.outcome, 0.2, 0.2))
+    return policy + of_answers(chosen, lambda item: jsd(item.log_s, item.log_t))
+
+
+def scope(answers: Answers) -> Tensor:
+    def perplexities(items: Answers, of: Callable[[Answer], Tensor], power: float) -> dict[str, float]:
+        raw = {item.rollout.id: float((-power * of(item).mean()).exp()) for item in items}
+        groups = {
+            item.rollout.id: [raw[one.rollout.id] for one in items if one.rollout.group == item.rollout.group]
+            for item in items
+        }
+        return {name: raw[name] / float(np.mean(groups[name])) for name in raw}
+
+    good = [item for item in answers if REWARDS[item.rollout.id] == 1]
+    bad = [item for item in answers if REWARDS[item.rollout.id] == 0]
+    own, theirs = perplexities(good, lambda item: item.b, 1.0), perplexities(bad, lambda item: item.t, -1.0)
+    return mean(good, lambda item: -own[item.rollout.id] * item.s) + mean(
+        bad, lambda item: theirs[item.rollout.id] * ppo(item.s - item.b, item.t - item.b, 0.2, 0.2)
+    )
+
+
+def paced(answers: Answers) -> Tensor:
+    def weight(item: Answer) -> float:
+        passed = [REWARDS[one.rollout.id] for one in answers if one.rollout.group == item.rollout.group]
+        return float(np.mean(passed) * (1 - np.mean(passed)))
+
+    return of_answers(answers, lambda item: weight(item) * item.forward_kl)
+
+
+def tip(answers: Answers) -> Tensor:
+    every = torch.cat([-(item.log_s.exp() * item.log_s).sum(-1).detach() for item in answers])
+    far = torch.cat([item.reverse_kl.detach() for item in answers])
+    h, d = ((value - value.min()) / (value.max() - value.min()) for value in (every, far))
+    score = h + d - h * d
+    limit = score.sort(descending=True).values[round(0.5 * score.numel()) - 1]
+    open_ = dict(
+        zip(
+            [item.rollout.id for item in answers],
+            (score >= limit).double().split([item.y.numel() for item in answers]),
+            strict=True,
+        )
+    )
+    return mean(answers, lambda item: item.reverse_kl, lambda item: open_[item.rollout.id])
+
+
+def selectkd(answers: Answers) -> Tensor:
+    def accepted(item: Answer) -> Tensor:
+        best, top = item.log_s.argmax(-1), item.log_t.topk(5).indices
+        return torch.where((top == best[:, None]).any(-1), 1.0, 0.01)
+
+    return mean(answers, lambda item: item.reverse_kl, accepted)
+
+
+def sdpo(answers: Answers) -> Tensor:
+    def losses(item: Answer) -> Tensor:
+        log_rho = (item.s - item.b).detach()
+        prefix = (log_rho.cumsum(0) - log_rho).exp().clamp(max=2.0)
+        return prefix * jsd(*with_tail(item, 32))
+
+    return mean(answers, losses)
+
+
+def sd_zero(answers: Answers) -> Tensor:
+    def losses(item: Answer) -> Tensor:
+        ids = item.log_t.topk(64).indices
+        log_s, log_t = (side.gather(-1, ids).log_softmax(-1) for side in (item.log_s, item.log_t))
+        return 0.5 * (log_t.exp() * (log_t - log_s)).sum(-1) + 0.5 * (log_s.exp() * (log_s - log_t)).sum(-1)
+
+    return mean(answers, losses)
+
+
+def multi_turn_mopd(answers: Answers) -> Tensor:
+    def weight(rho: Tensor) -> Tensor:
+        return rho * ((rho >= 0.2) & (rho <= 5.0))
+
+    return mean(answers, lambda item: corrected(item, weight, (item.t - item.b).clamp(-20, 20)))
+
+
+def kdrl(answers: Answers) -> Tensor:
+    return mean(
+        answers,
+        lambda item: ppo(item.s - item.b, item.outcome, 0.2, 0.2) + 0.005 * wrong(item) * 0.5 * (item.s - item.t) ** 2,
+    )
+
+
 METHODS: dict[str, Callable[[Answers], Tensor]] = {
+    "opd": lambda answers: mean(answers, lambda item: item.reverse_kl),
+    "gkd": lambda answers: mean(answers, lambda item: jsd(item.log_s, item.log_t)),
+    "opsd": lambda answers: mean(answers, lambda item: jsd((item.log_s / 1.1).log_softmax(-1), (item.log_t / 1.1).log_softmax(-1))),
+    "ema": lambda answers: mean(answers, lambda item: jsd(*with_tail(item, 32))),
+    "opcd": opcd,
+    "paced-prompts": lambda answers: of_answers(answers, lambda item: item.forward_kl),
+    "opsdl": lambda answers: mean(answers, lambda item: -(item.s - item.b).exp() * (item.t - item.b)),
+    "thinking-machines": lambda answers: sum((-(item.s - item.b).exp() * (item.t - item.b)).sum() for item in answers),
+    "icepop": lambda answers: mean(answers, lambda item: corrected(item, band, gap(item))),
+    "mimo-objective": lambda answers: of_answers(answers, lambda item: corrected(item, band, gap(item) + 0.5 * item.outcome)),
+    "lightning": lambda answers: of_answers(answers, lambda item: -(item.s - item.s.detach()).exp() * gap(item)),
+    "glm5-objective": glm5,
+    "grpo": lambda answers: mean(answers, lambda item: ppo(item.s - item.b, item.outcome, 0.2, 0.28)),
+    "partial-rollouts": lambda answers: mean(answers, lambda item: corrected(item, lambda rho: rho.clamp(max=2), item.centred)),
+    "kdrl": kdrl,
+    "kepo": kepo,
+    "sdpo": sdpo,
+    "sd-zero": sd_zero,
+    "multi-turn-mopd": multi_turn_mopd,
+    "sft": lambda answers: mean(answers, lambda item: -item.s),
+    "scope": scope,
+    "paced": paced,
+    "tip": tip,
+    "selectkd": selectkd,
     "eopd": eopd,
     "revisiting": revisiting,
     "osd": lambda answers: mean(answers, lambda item: item.forward_kl, lambda item: 1 - item.accepted),
@@ -313,6 +473,41 @@ METHODS: dict[str, Callable[[Answers], Tensor]] = {
     "opsa": opsa,
     "fixed-advantage": fixed,
 }  # fmt: skip
+
+
+SAME = {  # methods with the objective of another one; they differ in who writes, who scores and what is read
+    **dict.fromkeys(("crisp", "curriculum", "sdft", "refresh", "fast-opd", "deepseek-v4-objective", "gemma2", "multi-turn-opd"), "opd"),
+    "gkd-schedule": "gkd", "oel": "opcd", "oel-games": "opcd", "tcod": "opsdl", "mopd": "icepop",
+}  # fmt: skip
+ELSEWHERE = {  # methods that need more than one author and one teacher, and where their formulas, or the parts of them, are checked
+    "objective/test_writers_in_groups.py": "luffy bond j-bond distillm-2",
+    "objective/test_pairwise.py": "dpo online-dpo orpo-distill spin",
+    "objective/test_hidden_states.py": "oprd dskd dskdv2",
+    "objective/test_value.py": "ppo llm4teach rpd",
+    "objective/test_turns.py": "sod openclaw-rl probing-to-refine",
+    "objective/test_magnitude_advantage.py": "rlsd",
+    "objective/test_controls.py": "shuffled-teacher",
+    "objective/test_policy_gradient.py": "minillm exopd hdpo ovd ovd-cut",
+    "objective/test_terms.py": "hard-switch",
+    "objective/test_gates.py": "apple-ssd rstar2-tools score",
+    "objective/test_formulas.py": "distillm",
+    "teachers/test_mixtures.py": "veto aligndistil",
+    "loop/test_discriminator.py": "gad rlhf rstar-math",
+    "divergences/test_cross_vocabulary.py": "uld gold simct",
+}
+
+
+def objective_of(name: str) -> list[dict[str, object]]:
+    return [term.model_dump() for term in load_recipe(f"methods/{name}").stages[-1].objective]
+
+
+def test_every_method_has_a_reference() -> None:
+    for name, other in SAME.items():
+        assert objective_of(name) == objective_of(other), name
+    listed = [*METHODS, *SAME, *" ".join(ELSEWHERE.values()).split()]
+    shipped = [name.removeprefix("methods/") for name in shipped_recipes() if name.startswith("methods/")]
+    assert sorted(listed) == sorted(shipped)
+    assert all((Path(__file__).parents[1] / file).is_file() for file in ELSEWHERE)
 
 
 def in_fp64(seed: int) -> LanguageModel:
@@ -348,6 +543,8 @@ def stale(rollouts: list[Rollout]) -> list[Rollout]:
 def test_the_loss_and_gradient_of_a_method(name: str) -> None:
     student, teacher = in_fp64(0), in_fp64(1)
     rollouts = stale(sampled_by(student, some_rollouts()))
+    if name == "sft":
+        rollouts = [replace(item, author=np.full_like(item.author, Author.DATA)) for item in rollouts]
     stage = load_recipe(f"methods/{name}").stages[-1]
     terms = [term.model_dump() for term in stage.objective]
     loss, slopes, _ = gradients(student, {"t": teacher}, terms, rollouts, spec=stage.rollout, scores=REWARDS)

@@ -248,18 +248,27 @@ TERMS: dict[str, dict[str, Any]] = {
     "returns": {"form": PG, "advantage": {"discount": 0.9, "future_only": True, "add_own": True}},
     **{kind: {"form": PG, "advantage": {"teacher_weight": 0, "also": kind}} for kind in ("fixed", "ketchup", "magnitude", "turns", "anchor_rank", "gae", "score")},
     **{kind: {"form": kind} for kind in ("value", "representation", "dskd")},
+    **{kind: {"form": "pairwise", "preference": kind} for kind in ("ipo", "orpo")},
+    "detached": {"divergence": "skew_reverse_kl", "detached": True}, "probing": {"form": PG, "advantage": {"teacher_weight": 0, "also": "probing"}},
     "shaped": {"form": PG, "surrogate": "shaped", "on": ["data"], "advantage": {**OUTCOME, "baseline_of": "all"}},
     "authors": {"form": "pairwise", "pairs": "authors", "chosen": "data", "rejected": "student"},
     "adapt": {"divergence": "skew_kl", "adapt": True}, "domains": {"domains": ["arithmetic"]},
     **{f"gate {kind}": {"gate": kind} for kind in (
         "correct", "all_wrong", "contrast", "finished", "entropy", "unlikely", "soft_or", "random", "paced", "perplexity", "selectkd", "trust", "drift", "keep",
-        "turns")},
+        "turns", "all_correct", "best_of_group")},
     "gate osd": {"gate": {"kind": "selectkd", "accept": "speculative", "accepted": 0, "rejected": 1}},
     "gate draws": {"gate": {"kind": "selectkd", "accept": "speculative", "draws": 3}},
     "gate tokens": {"gate": {"kind": "tokens", "ids": [5]}}, "gate length": {"gate": {"kind": "length", "shortest": 0.3}},
     "gate trust entropy": {"gate": {"kind": "trust", "by": "entropy"}}, "gate teacher_entropy": {"gate": {"kind": "teacher_entropy", "below": 2.0}},
     "gated zero": {"gated": "zero"}, "on student": {"on": ["student"]}, "on data": {"on": ["data"]}, "constant": {"aggregate": "constant", "denominator": 9.0},
     "sequence_mean": {"aggregate": "sequence_mean"}, "until": {"coefficient": {"until": 1}},
+}  # fmt: skip
+DIALOGUE: dict[str, Any] = {
+    "prompts": [{"source": "task:dialogue", "domain": "arithmetic"}], "rollout": {"max_new_tokens": 40, "environment": {"kind": "dialogue", "turn_tokens": 4}},
+}  # fmt: skip
+GRID: dict[str, Any] = {
+    "prompts": [{"source": "task:grid", "domain": "arithmetic", "options": {"size": 3, "walls": 1}}],
+    "rollout": {"max_new_tokens": 40, "environment": {"kind": "grid", "turns": 4, "turn_tokens": 3}},
 }  # fmt: skip
 AROUND: dict[str, dict[str, Any]] = {
     **{f"{key} {value}": {"rollout": {key: value}} for key, value in (
@@ -273,11 +282,24 @@ AROUND: dict[str, dict[str, Any]] = {
     "teacher prefix": {"rollout": {"teacher_prefix": {"tokens": 2}}},
     **{cut: {"rollout": {"demonstrations": {"below": 0.5, "cut": cut, "by": {"kind": "format", "pattern": "^[0-4]*$"}}}} for cut in ("lines", "tokens")},
     "growing": {"rollout": {"length_schedule": {"kind": "line", "start": 2}}}, "matched": {"rollout": {"length_schedule": {"kind": "matched", "start": 2}}},
+    "segments": {"rollout": {"segment": 2}},
     "shares": {"rollout": {"data_share": 1.0, "share_schedule": {"kind": "line", "to": {"data_share": 0.0}}}},
     **{f"{kind} of turns": {"prompts": [{"source": "task:dialogue", "domain": "arithmetic"}],
                             "rollout": {"max_new_tokens": 40, "environment": {"kind": "dialogue", "turn_tokens": 4, **more}}}
        for kind, more in (("keep", {}), ("split", {"history": "split"}), ("curriculum", {"curriculum": "forward"}))},
-    **{f"curriculum {kind}": {"prompts": [{"source": "task:addition", "domain": "arithmetic", "limit": 32}], "curriculum": kind} for kind in ("kl", "pass_rate")},
+    **{f"curriculum {kind}": {"prompts": [{"source": "task:addition", "domain": "arithmetic", "limit": 32}], "curriculum": kind} for kind in ("kl", "overlap", "pass_rate")},
+    "takeover": {**DIALOGUE, "rollout": {**DIALOGUE["rollout"], "takeover": {"turn": 1, "attempts": 1}}},
+    "advice": {**GRID, "rollout": {**GRID["rollout"], "takeover": {"by": "environment"}}}, "oracle": {**GRID, "rollout": {**GRID["rollout"], "writers": [{"kind": "oracle", "share": 0.5}]}},
+    "tools": {"rollout": {"max_new_tokens": 40, "environment": {"kind": "calculator", "tool_calls": "xml", "turns": 2, "turn_tokens": 8}}},
+    **{f"made {into}": {"stages": [{"name": "make", "train": {"learn": False}}, {"name": "use", "prompts": [{"source": "stage:make", "turn_into": into, "where": {"finished": False}, **more}]}]}
+       for into, more in (("completion", {}), ("messages", {"ask": "Again."}), ("text", {"ask": " = ", "ask_wrong": " no, "}))},
+    "made answers": {"stages": [{"name": "make", "train": {"learn": False}}, {"name": "use", "prompts": [{"source": "stage:make"}]}]},
+    "two stages": {"stages": [{"name": "one"}, {"name": "two", "student": "stage:one"}]},
+    "led by the loss": {"rollout": {"data_share": 1.0, "share_schedule": {"kind": "validation_loss"}}, "eval": {"prompts": 2, "every": 1, "loss": True}},
+    "shares by gap": {"shares": "gap"}, "muon": {"train": {"optimiser": "muon"}},
+    **{kind: {"teachers": {"arithmetic": {"kind": kind}}} for kind in ("ema", "refresh")},
+    **{f"view {view['kind']}": {"teachers": {"arithmetic": {"kind": "self", "view": view}}, "rewards": "numeric"} for view in (
+        {"kind": "sibling"}, {"kind": "feedback"}, {"kind": "revision", "correct": " right, again ", "wrong": " wrong, again "})},
     **{kind: {"modules": {name: {"kind": kind}}} for kind, name in (
         ("head", "value"), ("projectors", "spaces"), ("discriminator", "judge"), ("reward_model", "judge"))},
     "no rewards": {"prompts": [{"source": "task:addition", "domain": "arithmetic"}, {"source": "task:reverse", "domain": "spelling"}]},
