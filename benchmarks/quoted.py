@@ -410,9 +410,19 @@ def policy_gradients() -> Iterator[str]:
         yield f" | {100 * entry['final']:.1f} % |"
 
 
+def side_by_side() -> Iterator[str]:
+    found = result("zoo")
+    ranked = sorted(found["methods"].items(), key=lambda item: -item[1]["equal_tokens"])
+    for name, row in ranked:
+        tokens, operations = (f"{row[key]:.3f} ± {row[f'{key}_stderr']:.3f}" for key in ("equal_tokens", "equal_operations"))  # fmt: skip
+        yield f"| {name} | {tokens} | {operations} | {row['pass@8']:.2f} | {row['length']:.1f} | {row['forgetting']:+.2f} | {row['seconds']:.0f} |"
+    yield f"{found['tokens']:,} response tokens"
+    yield f"{sum(row['equal_tokens'] > found['before']['greedy'] for _, row in ranked)} of {len(ranked)} methods end above the start"
+
+
 PAGES = {
     "README.md": readme, "docs/evidence.md": findings, "docs/evidence/specialists.md": specialists, "docs/evidence/rl.md": rl, "docs/evidence/labs.md": labs,
-    "docs/evidence/small-studies.md": small_studies, "docs/performance.md": performance, "docs/divergences.md": divergence_table,
+    "docs/evidence/small-studies.md": small_studies, "docs/evidence/side-by-side.md": side_by_side, "docs/performance.md": performance, "docs/divergences.md": divergence_table,
     "docs/async.md": asynchronous, "docs/agents.md": agents, "docs/policy-gradients.md": policy_gradients,
 }  # fmt: skip
 
