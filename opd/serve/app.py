@@ -224,15 +224,17 @@ async def read_body(request: Request, front: Receiver) -> bytes:
 def _metrics(front: ServerState) -> Iterable[str]:
     """What Prometheus reads."""
     worker = front.worker
-    yield from _metric("opd_requests_total", "counter", "code", front.answered)
-    yield from _metric(
+    yield from metric_lines("opd_requests_total", "counter", "code", front.answered)
+    yield from metric_lines(
         "opd_questions_total", "counter", "model", {name: worker.questions[name] for name in front.models}
     )
-    yield from _metric(
+    yield from metric_lines(
         "opd_forward_passes_total", "counter", "model", {name: worker.passes[name] for name in front.models}
     )
-    yield from _metric("opd_tokens_total", "counter", "model", {name: worker.scored[name] for name in front.models})
-    yield from _metric("opd_scoring_seconds_total", "counter", "model", worker.seconds)
+    yield from metric_lines(
+        "opd_tokens_total", "counter", "model", {name: worker.scored[name] for name in front.models}
+    )
+    yield from metric_lines("opd_scoring_seconds_total", "counter", "model", worker.seconds)
     for name, kind, value in (
         ("opd_sent_bytes_total", "counter", front.sent),
         ("opd_waiting", "gauge", worker.length),
@@ -242,7 +244,7 @@ def _metrics(front: ServerState) -> Iterable[str]:
         yield from (f"# TYPE {name} {kind}", f"{name} {value}")
 
 
-def _metric(name: str, kind: str, label: str, values: Mapping[Any, float]) -> Iterable[str]:
+def metric_lines(name: str, kind: str, label: str, values: Mapping[Any, float]) -> Iterable[str]:
     yield f"# TYPE {name} {kind}"
     yield from (f'{name}{{{label}="{key}"}} {value}' for key, value in values.items())
 

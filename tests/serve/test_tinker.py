@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import json
 import time
 import weakref
 from collections.abc import Iterator, Mapping
@@ -678,7 +679,35 @@ def test_a_server_that_is_full_or_ending_says_so(tmp_path: Path) -> None:
         assert server.error("unload_model", model_id=client)[0] == 429
         assert server.ask("get_info", model_id=client)["lora_rank"] == 4  # it is still there
         server.state.draining = True
-        assert server.error("optim_step", **asked)[0] == 503
+        found = server.post("optim_step", b"{}")
+        assert (found.status_code, found.headers["retry-after"]) == (503, "1")
+
+
+def test_every_owner_has_a_share_of_the_requests_and_clients(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(service_module, "CLIENTS", 2)
+    with TinkerServer(tmp_path, owners=2) as server:
+        server.service._most = 2
+        session = server.session()
+        client = server.client(session)
+        another = {"session_id": session, "model_seq_id": 1, "base_model": "generalist"}
+        assert server.error("create_model", **another) == (400, "you have 1 training clients already; unload one first")
+        for seq in (2, 3):  # they wait for 1
+            server.passes(client, seq, [DATUM])
+        assert server.post("forward_backward", loss_request(client, 4, [DATUM], "cross_entropy", {}, False)).status_code == 429  # fmt: skip
+        theirs = server.client(server.session(OTHER), token=OTHER)
+        assert server.result(server.passes(theirs, 1, [DATUM], token=OTHER), OTHER)["metrics"]["loss:sum"] > 0
+
+
+def test_metrics(server: TinkerServer) -> None:
+    client = server.client(server.session())
+    server.result(server.passes(client, 1, [DATUM]))
+    server.sample(server.sampler(server.session(), base_model="generalist"), IDS)
+    assert server.http.get("/metrics").status_code == 401
+    found = server.http.get("/metrics", headers={"authorization": f"Bearer {TOKEN}"}).text
+    numbers = dict(line.rsplit(" ", 1) for line in found.splitlines() if not line.startswith("#"))
+    for name in ('requests_total{code="200"}', 'tokens_total{kind="trained"}', 'tokens_total{kind="sampled"}', 'computing_seconds_total{kind="forward_backward"}', "training_clients"):  # fmt: skip
+        assert float(numbers[f"opd_{name}"]) > 0, name
+    assert numbers["opd_draining"] == "0"
 
 
 def test_a_client_that_vanishes_frees_what_it_held(server: TinkerServer) -> None:
@@ -731,6 +760,41 @@ def test_a_message_is_read_as_it_was_written() -> None:
     rows = loss_rows(found, RequestLimits())
     assert [row.ids.tolist() for row in rows] == [IDS[:-1]] * 2
     assert rows[1].inputs["advantages"].tolist() == [0.5, -0.5, 1, -1, 2, 0]
+
+
+ODD = [None, True, -1, 2**70, 1e308, float("nan"), "", "\ud800", "x" * 300, "../..", [], {}, [[]], {"a": {}}]
+BODIES: dict[str, dict[str, Any]] = {
+    "create_session": {"tags": [], "user_metadata": {}, "sdk_version": "0", "project_id": None},
+    "create_model": {"session_id": "", "model_seq_id": 77, "base_model": "generalist", "lora_config": {"rank": 4, "seed": 0}},
+    "create_sampling_session": {"session_id": "", "sampling_session_seq_id": 0, "base_model": "generalist", "model_path": None},
+    "optim_step": {"model_id": "", "seq_id": 900, "adam_params": {"learning_rate": 0.1, "beta1": 0.9}},
+    "save_weights": {"model_id": "", "seq_id": 901, "path": "a", "ttl_seconds": 5, "user_metadata": {}},
+    "save_weights_for_sampler": {"model_id": "", "seq_id": 902, "sampling_session_seq_id": 1},
+    "load_weights": {"model_id": "", "seq_id": 903, "path": "tinker://a/weights/b", "optimizer": True},
+    "asample": {"sampling_session_id": "", "seq_id": 5, "prompt": prompt(IDS), "sampling_params": {"max_tokens": 1, "seed": 1}, "num_samples": 1},
+    "retrieve_future": {"request_id": "a:1"},
+    "cancel_future": {"request_id": "a:1"},
+    "get_info": {"model_id": ""},
+    "weights_info": {"tinker_path": "tinker://a/weights/b"},
+    "session_heartbeat": {"session_id": ""},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("address", BODIES)
+def test_odd_values_in_any_key_are_errors_of_the_request(server: TinkerServer, address: str) -> None:
+    session = server.session()
+    known = {"session_id": session, "model_id": server.client(session), "sampling_session_id": server.sampler(session, base_model="generalist")}  # fmt: skip
+    whole = {key: known.get(key, value) for key, value in BODIES[address].items()}
+    bodies: list[Any] = [*ODD]
+    for key, value in whole.items():
+        bodies += [{**whole, key: odd} for odd in ODD]
+        if isinstance(value, dict):
+            bodies += [{**whole, key: {**value, inner: odd}} for inner in value for odd in ODD]
+    for body in bodies:
+        found = server.post(address, json.dumps(body).encode())
+        assert found.status_code < 500, (body, found.text)
+        assert found.status_code < 300 or found.json()["category"] == "user", body
+    assert server.ask("get_info", model_id=known["model_id"])["lora_rank"] == 4
 
 
 @given(st.integers(0, len(WHOLE)), st.binary(max_size=4))

@@ -109,10 +109,10 @@ class TinkerCalls:
 class TinkerServer(TinkerCalls):
     """A server in this process."""
 
-    def __init__(self, directory: Path, limits: RequestLimits | None = None) -> None:
+    def __init__(self, directory: Path, limits: RequestLimits | None = None, owners: int = 1) -> None:
         limits = limits or RequestLimits()
         bases = {name: self._base(name) for name in NAMES}
-        self.service = Service(bases, Checkpoints(directory), limits, batch_tokens=64, waiting=1000)
+        self.service = Service(bases, Checkpoints(directory), limits, batch_tokens=64, waiting=1000, owners=owners)
         self.state = TinkerState(self.service, [TOKEN, OTHER], limits, 10.0)
         self.http = TestClient(make_tinker_app(self.state), raise_server_exceptions=False)
 

@@ -11,18 +11,19 @@ import contextlib
 import hashlib
 import hmac
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any
 
 from fastapi import FastAPI, Request
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import JSONResponse, PlainTextResponse, Response
 from starlette.exceptions import HTTPException as PlainHTTPException
 
 from opd.common.errors import OpdError, StoreError
 from opd.common.text import first_line, plain
-from opd.serve.app import read_body
+from opd.serve.app import RETRY, metric_lines, read_body
 from opd.serve.tinker.checkpoints import SavedClient, SavedState
 from opd.serve.tinker.requests import (
     Cancel,
@@ -58,6 +59,7 @@ class TinkerState:
     draining: bool = False
     open: int = 0
     owners: dict[str, str] = field(default_factory=dict)
+    answered: Counter[int] = field(default_factory=Counter)  # status -> requests
 
     def __post_init__(self) -> None:
         self.owners = {token: hashlib.sha256(token.encode()).hexdigest()[:16] for token in self.tokens}
@@ -94,7 +96,9 @@ def make_tinker_app(front: TinkerState) -> FastAPI:
 
 
 def _error(status: int, message: str) -> Response:
-    headers = {"connection": "close"} if status in (401, 408, 413) else {}  # the rest of the body is not read
+    headers = RETRY if status in (429, 503) else {}
+    if status in (401, 408, 413):
+        headers = {"connection": "close"}  # the rest of the body is not read
     return JSONResponse({"error": message, "category": "server" if status >= 500 else "user"}, status, headers)
 
 
@@ -108,13 +112,19 @@ class TinkerGuard:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+
+        async def counted(message: Any) -> None:
+            if message["type"] == "http.response.start":
+                self._front.answered[message["status"]] += 1
+            await send(message)
+
         problem = self._problem(scope)
         if problem is not None:
-            await _error(*problem)(scope, receive, send)
+            await _error(*problem)(scope, receive, counted)
             return
         self._front.open += 1
         try:
-            await self._app(scope, receive, send)
+            await self._app(scope, receive, counted)
         finally:
             self._front.open -= 1
 
@@ -122,7 +132,8 @@ class TinkerGuard:
         if scope["path"] == HEALTH:
             return None
         headers = dict(scope["headers"])
-        owner = self._front.owner(headers.get(b"x-api-key", b"").strip())
+        given = headers.get(b"x-api-key") or headers.get(b"authorization", b"").removeprefix(b"Bearer ")
+        owner = self._front.owner(given.strip())
         if owner is None:
             return 401, "a token is needed in the header X-API-Key: set TINKER_API_KEY to the server's token"
         if self._front.draining:
@@ -314,6 +325,10 @@ def _add_reads(app: FastAPI, front: TinkerState) -> None:
     async def health() -> Response:
         return JSONResponse({"status": "ok"})
 
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        return PlainTextResponse("\n".join(_metrics(front)) + "\n", media_type="text/plain; version=0.0.4")
+
     @app.get(f"{ROOT}/get_server_capabilities")
     async def capabilities() -> Response:
         models = [
@@ -347,6 +362,16 @@ def _add_reads(app: FastAPI, front: TinkerState) -> None:
     async def delete(run: str, name: str, request: Request) -> Response:
         service.checkpoints.delete(request.state.owner, f"tinker://{run}/{name}")
         return Response(status_code=204)
+
+
+def _metrics(front: TinkerState) -> Iterator[str]:
+    """What Prometheus reads."""
+    service = front.service
+    yield from metric_lines("opd_requests_total", "counter", "code", front.answered)
+    yield from metric_lines("opd_tokens_total", "counter", "kind", dict(service.tokens))
+    yield from metric_lines("opd_computing_seconds_total", "counter", "kind", dict(service.seconds))
+    for name, value in {**service.gauges(), "open_requests": front.open, "draining": int(front.draining)}.items():
+        yield from (f"# TYPE opd_{name} gauge", f"opd_{name} {value}")
 
 
 def _training_run(service: Service, owner: str, run: str) -> dict[str, Any]:

@@ -18,7 +18,7 @@ import logging
 import secrets
 import threading
 import time
-from collections import deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass, field, replace
@@ -154,12 +154,13 @@ class QueuedRequest:
     """One request. `run` computes its result, unless it is a sample: then `question` and `weights` say what is drawn, and others
     for the same weights may join it.
 
-    One of a training client has `client` and `seq_id`; `changes`: it changes the client, which `failed` does if `run` raises. It is
+    `kind`: its address. One of a training client has `client` and `seq_id`; `changes`: it changes the client, which `failed` does if `run` raises. It is
     `repeated` if it was answered before a restart.
     """
 
     id: str
     run: Callable[[], Result]
+    kind: str = ""
     answer: Future[Result] = field(default_factory=Future)
     since: float = field(default_factory=time.monotonic)
     fetched: float | None = None
@@ -189,13 +190,27 @@ class QueuedRequest:
 
 
 class Service:
-    """`waiting`: requests that may wait at once."""
+    """`waiting`: requests that may wait at once. Every one of the `owners` has an equal share of them, and of the clients.
+
+    `seconds` of computing by kind of request and `tokens` that were trained on, sampled or scored are counted for the metrics.
+    """
 
     def __init__(
-        self, bases: Mapping[str, ServedBase], checkpoints: Checkpoints, limits: RequestLimits, batch_tokens: int, waiting: int
+        self,
+        bases: Mapping[str, ServedBase],
+        checkpoints: Checkpoints,
+        limits: RequestLimits,
+        batch_tokens: int,
+        waiting: int,
+        owners: int = 1,
     ) -> None:  # fmt: skip
         self.bases, self.checkpoints, self.limits = bases, checkpoints, limits
-        self._batch_tokens, self._most = batch_tokens, waiting
+        self._batch_tokens, self._most, self._clients = (
+            batch_tokens,
+            max(1, waiting // owners),
+            max(1, CLIENTS // owners),
+        )
+        self.seconds, self.tokens = defaultdict[str, float](float), Counter[str]()
         self._sessions: dict[str, Session] = {}
         self._jobs: dict[str, tuple[Session, QueuedRequest]] = {}
         self._queue: deque[QueuedRequest] = deque()
@@ -214,6 +229,9 @@ class Service:
     @property
     def length(self) -> int:
         return sum(not job.answer.done() for _, job in list(self._jobs.values()))
+
+    def _open(self, owner: str) -> int:
+        return sum(session.owner == owner and not job.answer.done() for session, job in self._jobs.values())
 
     def close(self) -> None:
         """Stop after the request that runs now. The others are in the journal."""
@@ -303,8 +321,9 @@ class Service:
                 lora = None
             if lora is not None and not (lora.train_mlp or lora.train_attn):
                 raise WireError(400, "adapters on the output head alone are not served: set train_mlp or train_attn")
-            if sum(len(each.clients) for each in self._sessions.values()) >= CLIENTS:
-                raise WireError(400, f"there are {CLIENTS} training clients already; close one first")
+            held = sum(len(each.clients) for each in self._sessions.values() if each.owner == owner)
+            if held >= self._clients and not self._restoring:
+                raise WireError(400, f"you have {held} training clients already; unload one first")
             if lora is not None and lora.seed is None:
                 lora = lora.model_copy(update={"seed": secrets.randbits(62) if seed is None else seed})
             client = TrainingClient(name, base, lora, dict(body.user_metadata or {}))
@@ -320,7 +339,7 @@ class Service:
                     raise
                 return {"model_id": name, "type": "create_model"}
 
-            job = self._submit(session, QueuedRequest(f"{name}:0", make, client=client, changes=True))
+            job = self._submit(session, QueuedRequest(f"{name}:0", make, "create_model", client=client, changes=True))
             facts = {"session": session.id, "owner": owner, "address": "create_model", "base": base.digest}
             self._record("request", {"id": job.id, **facts, "seed": lora.seed if lora else None}, raw)
             session.clients[name] = client
@@ -333,7 +352,8 @@ class Service:
             if sent is not None and again is not None and sent.owner == owner:
                 return again
             session, client = self.client(owner, name)
-            job = QueuedRequest(f"{name}:unload", lambda: {"model_id": name, "type": "unload_model"})
+            result = {"model_id": name, "type": "unload_model"}
+            job = QueuedRequest(f"{name}:unload", lambda: result, "unload_model")
             self._submit(session, job)
             facts = {"session": session.id, "owner": owner, "address": "unload_model"}
             self._record("request", {"id": job.id, **facts})
@@ -416,7 +436,9 @@ class Service:
                 if future not in self._jobs:
                     raise WireError(410, f"the result of request {seq_id} was fetched and is gone")
                 return self._jobs[future][1]
-            job = QueuedRequest(future, lambda: run(session, client), client=client, seq_id=seq_id, changes=changes)
+            job = QueuedRequest(
+                future, lambda: run(session, client), address, client=client, seq_id=seq_id, changes=changes
+            )
             if failed is not None:
                 job.failed = lambda why: failed(client, why)
             self._submit(session, job)
@@ -442,6 +464,7 @@ class Service:
                 lambda teacher: self._teacher(session, client, teacher),
             )
             client.ready().check(rows, loss)
+            self.tokens["trained"] += sum(row.length for row in rows)
             return loss_message(*client.ready().passes(rows, loss, backward=not forward_only))
 
         return self._ordered(
@@ -607,7 +630,7 @@ class Service:
                 if job.digest != digest:
                     raise WireError(400, f"seq_id {body.seq_id} of {name} was used by another request")
             else:
-                job = QueuedRequest(future, dict, digest=digest, question=question, weights=weights)
+                job = QueuedRequest(future, dict, "asample", digest=digest, question=question, weights=weights)
                 self._submit(session, job)
                 facts = {"session": session.id, "owner": owner, "address": "asample", "seed": question.seed}
                 self._record("request", {"id": future, **facts, "digest": digest.hex()}, raw)
@@ -655,8 +678,10 @@ class Service:
     def _submit(self, session: Session, job: QueuedRequest) -> QueuedRequest:
         if self._closed:
             raise WireError(503, "the server is shutting down")
-        if self.length >= self._most and not self._restoring:
-            raise WireError(429, "too many requests are waiting; ask again later")
+        if self._open(session.owner) >= self._most and not self._restoring:
+            raise WireError(
+                429, f"{self._most} of your requests are waiting, and more are not accepted; ask again later"
+            )
         self._jobs[job.id] = session, job
         session.futures.add(job.id)
         job.answer.add_done_callback(lambda answer: self._record_answer(job.id, answer))
@@ -831,11 +856,14 @@ class Service:
 
     def _work(self) -> None:
         while (jobs := self._next()) is not None:
+            began = time.monotonic()
             live = [job for job in jobs if job.repeated or job.answer.set_running_or_notify_cancel()]
             if live and live[0].question is not None:
                 self._finish_samples(live)
             elif live:
                 self._finish(live[0])
+            if live:
+                self.seconds[live[0].kind] += time.monotonic() - began
             if self.journal.grown:
                 with self._changed:
                     self.journal.rewrite(self._needed)
@@ -875,12 +903,15 @@ class Service:
         """False: several were drawn together, and that failed."""
         questions = [job.question for job in jobs if job.question is not None]
         try:
-            messages = [answer.message() for answer in placed.answers(questions)]
+            answers = placed.answers(questions)
+            messages = [answer.message() for answer in answers]
         except BaseException as error:
             if len(jobs) > 1:
                 return False
             self._failed(jobs, error)
             return True
+        self.tokens["scored"] += sum(question.ids.size for question in questions)
+        self.tokens["sampled"] += sum(each.ids.size for answer in answers for each in answer.sequences)
         for job, message in zip(jobs, messages, strict=True):
             job.answer.set_result(message)
         return True
@@ -942,7 +973,12 @@ class Service:
             return {}
 
         client.next = last + 1
-        self._enqueue(QueuedRequest("", run, client=client, seq_id=last, changes=True))
+        self._enqueue(QueuedRequest("", run, "skip", client=client, seq_id=last, changes=True))
+
+    def gauges(self) -> dict[str, float]:
+        with self._changed:
+            clients = sum(len(session.clients) for session in self._sessions.values())
+            return {"sessions": len(self._sessions), "training_clients": clients, "open_futures": self.length}
 
     def runs(self, owner: str) -> Iterator[tuple[Session, TrainingClient]]:
         with self._changed:

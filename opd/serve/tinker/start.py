@@ -66,7 +66,7 @@ def run_tinker(
         location = locate(addresses[name])
         tokenizer = str(location.directory) if location.directory is not None else addresses[name]
         bases[name] = ServedBase(name, addresses[name], model, hashes[id(model)], samplers[id(model)], tokenizer)
-    service = Service(bases, checkpoints, settings.limits, settings.batch_tokens, settings.waiting)
+    service = Service(bases, checkpoints, settings.limits, settings.batch_tokens, settings.waiting, len(tokens))
     front = TinkerState(service, tokens, settings.limits, settings.body_seconds)
     ready()
     try:
