@@ -213,11 +213,6 @@ def require_ray(recipe: Recipe) -> Cluster:
         )
     if found.samplers and any(stage.sampler.leader_only for stage in recipe.stages):
         raise RecipeError("cluster.samplers: this engine has its own processes. Set samplers: 0.")
-    if found.samplers and any(stage.environments for stage in recipe.stages):
-        raise RecipeError(
-            f"cluster.samplers {found.samplers} with rollout.environment: a sampler elsewhere takes all requests of a batch at once, and an "
-            "episode's next turn is requested later. Set samplers: 0, then the first trainer plays and samples for all."
-        )
     return found
 
 

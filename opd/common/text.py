@@ -80,9 +80,17 @@ def _cut(text: str, limit: int) -> str:
     return text if len(text) <= limit else text[: limit - 1] + "…"
 
 
+def message_of(error: BaseException) -> str:
+    """What an error says. Empty: nothing, or saying it fails."""
+    try:
+        return str(error)
+    except Exception:  # errors of other packages may raise anything
+        return ""
+
+
 def first_line(error: BaseException) -> str:
     """The first line of an error, with the next line if the first ends with a colon."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    lines = [line.strip() for line in message_of(error).splitlines() if line.strip()] or [type(error).__name__]
     return " ".join(lines[:2] if lines[0].endswith(":") else lines[:1])[:300]
 
 

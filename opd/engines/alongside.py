@@ -24,7 +24,7 @@ from dataclasses import replace
 from itertools import islice
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Annotated, Any, Protocol, TypeVar
+from typing import Annotated, Any, Generic, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -187,7 +187,7 @@ class UnfinishedRequests:
 
     def again(self) -> None:
         left = [*self._before]  # the sampler had not taken these
-        continued = [_continued(request, self._written[name]) for name, request in self.unfinished.items()]
+        continued = [continued(request, self._written[name]) for name, request in self.unfinished.items()]
         self.unfinished, self._written, self._before = {}, {}, deque([*continued, *left])
 
 
@@ -205,7 +205,7 @@ class ThreadSampler(AheadSampler):
         self._handover.put(weights)
 
 
-def _continued(request: SampleRequest, tokens: list[int]) -> SampleRequest:
+def continued(request: SampleRequest, tokens: list[int]) -> SampleRequest:
     """The same request, resumed after these tokens."""
     if not tokens:
         return request
@@ -444,21 +444,110 @@ def end_processes(processes: Sequence[SamplerProcess]) -> None:
 # The thread that plays the episodes writes all tokens to the store, the environment's among the student's. So these processes send theirs back.
 
 
+class TurnWorker(Protocol):
+    """A sampler elsewhere that takes requests at any time."""
+
+    open: dict[str, SampleRequest]  # its unfinished requests
+
+    def send(self, request: SampleRequest) -> None: ...
+
+    def end_batch(self) -> None:
+        """No more requests of the batch will come."""
+
+    def receive(self) -> list[SampledToken | Finished]:
+        """The events of the next message. If the worker is gone, a new one continues its requests."""
+        ...
+
+
+W = TypeVar("W", bound=TurnWorker)
+
+
+class TurnWorkers(ABC, Generic[W]):
+    """Samples with several workers, and takes requests that come later.
+
+    `each`: the most unfinished requests of a worker.
+    """
+
+    def __init__(self, workers: Sequence[W], each: int, check: Callable[[], None]) -> None:
+        self.workers, self._each, self._check = workers, each, check
+
+    @abstractmethod
+    def _wait(self, busy: Sequence[W], seconds: float) -> Iterable[W]:
+        """Wait for messages. Returns the workers that have one."""
+
+    @abstractmethod
+    def _stop(self, busy: Sequence[W]) -> None:
+        """After an error: stop workers that are busy, and forget their requests."""
+
+    def sample(self, requests: Iterable[Any]) -> Iterator[SampledToken | Finished]:
+        """`requests`: `SampleRequest`, or None while there is no other yet."""
+        source, more = iter(requests), True
+        try:
+            while more or any(worker.open for worker in self.workers):
+                more = more and self._distribute(source)
+                busy = [worker for worker in self.workers if worker.open]
+                if more and not busy:
+                    time.sleep(NOTHING_YET)
+                for worker in self._wait(busy, NOTHING_YET if more else POLL) if busy else ():
+                    yield from worker.receive()
+                self._check()
+        finally:
+            self._stop([worker for worker in self.workers if worker.open])
+
+    def _distribute(self, source: Iterator[SampleRequest | None]) -> bool:
+        """Send requests to the workers that have the fewest. Returns whether more may come."""
+        while True:
+            worker = min(self.workers, key=lambda one: len(one.open))
+            if len(worker.open) >= self._each:
+                return True
+            try:
+                request = next(source)
+            except StopIteration:
+                for one in self.workers:
+                    one.end_batch()
+                return False
+            if request is None:
+                return True
+            worker.send(request)
+
+
+class OpenRequests(dict[str, SampleRequest]):
+    """The unfinished requests of a worker, by id, with the tokens that have arrived."""
+
+    def __init__(self) -> None:
+        self._drawn: dict[str, list[int]] = {}
+
+    def add(self, request: SampleRequest) -> None:
+        self[request.id], self._drawn[request.id] = request, []
+
+    def note(self, event: SampledToken | Finished) -> None:
+        if isinstance(event, Finished):
+            del self[event.request_id], self._drawn[event.request_id]
+        else:
+            self._drawn[event.request_id].append(event.token)
+
+    def after_tokens(self) -> list[SampleRequest]:
+        """The requests for what follows the tokens that have arrived."""
+        for name, request in self.items():
+            self.add(continued(request, self._drawn[name]))
+        return list(self.values())
+
+
 class TurnProcess(SamplerProcess):
     """A process that takes requests at any time, and sends back what it draws."""
 
     def __init__(
         self, number: int, facts: Mapping[str, Any], weights: SharedWeights, report: Callable[[str], None]
     ) -> None:
-        self.open: dict[str, SampleRequest] = {}
-        self._drawn: dict[str, list[int]] = {}  # since the request was sent
+        self.open = OpenRequests()
         self._ended = True  # whether the process knows that no more requests of the batch will come
         super().__init__(number, facts, weights, report)
 
     def send(self, request: SampleRequest) -> None:
         if self.connection.closed:
             self._start()
-        self.open[request.id], self._drawn[request.id], self._ended = request, [], False
+        self.open.add(request)
+        self._ended = False
         if self.ready:
             self._send([request])
 
@@ -468,7 +557,6 @@ class TurnProcess(SamplerProcess):
         self._ended = True
 
     def receive(self) -> list[SampledToken | Finished]:
-        """The events of the next message. If the process is gone, a new one continues its requests."""
         message = self._received()
         if message is None:
             self._restart()
@@ -482,31 +570,24 @@ class TurnProcess(SamplerProcess):
             return []
         events = from_columns(content)
         for event in events:
+            self.open.note(event)
             if isinstance(event, Finished):
-                del self.open[event.request_id], self._drawn[event.request_id]
                 self._deaths = 0
-            else:
-                self._drawn[event.request_id].append(event.token)
         return events
 
     def _restart(self) -> None:
         self._buried()
         self._died(finished=False)  # answers that it finished have set the count to 0
-        self.open = {name: _continued(request, self._drawn[name]) for name, request in self.open.items()}
-        self._drawn = {name: [] for name in self.open}
-        if self.open:
+        if self.open.after_tokens():
             self._start()
 
     def forget(self) -> None:
         """After it has been ended: nobody waits for its answers any more."""
-        self.open, self._drawn, self._ended = {}, {}, True
+        self.open, self._ended = OpenRequests(), True
 
 
-class TurnProcesses:
-    """Samples in several processes, and takes requests that come later. The training thread calls `load`, another one `sample`.
-
-    `each`: the most unfinished requests of a process.
-    """
+class TurnProcesses(TurnWorkers[TurnProcess]):
+    """Samples in several processes. The training thread calls `load`, another one `sample`."""
 
     def __init__(
         self,
@@ -519,9 +600,8 @@ class TurnProcesses:
     ) -> None:
         """`facts`: as of `SamplerProcesses`."""
         self._weights, own = shared_weights(student)
-        self._each, self._check = each, check
         facts = {**own, **facts, "sends": True}
-        self.processes = [TurnProcess(number, facts, self._weights, report) for number in range(count)]
+        super().__init__([TurnProcess(number, facts, self._weights, report) for number in range(count)], each, check)
 
     @property
     def version(self) -> int:
@@ -530,42 +610,17 @@ class TurnProcesses:
     def load(self, weights: WeightsRef) -> None:
         self._weights.put(weights)
 
-    def sample(self, requests: Iterable[Any]) -> Iterator[SampledToken | Finished]:
-        """`requests`: `SampleRequest`, or None while there is no other yet."""
-        source, more = iter(requests), True
-        try:
-            while more or any(process.open for process in self.processes):
-                more = more and self._distribute(source)
-                busy = {process.connection: process for process in self.processes if process.open}
-                if more and not busy:
-                    time.sleep(NOTHING_YET)
-                for connection in wait(list(busy), NOTHING_YET if more else POLL):
-                    yield from busy[connection].receive()  # type: ignore[index]
-                self._check()
-        finally:  # after an error, stop the processes that are still busy
-            left = [process for process in self.processes if process.open]
-            end_processes(left)
-            for process in left:
-                process.forget()
+    def _wait(self, busy: Sequence[TurnProcess], seconds: float) -> Iterable[TurnProcess]:
+        connections = {process.connection: process for process in busy}
+        return [connections[ready] for ready in wait(list(connections), seconds)]  # type: ignore[index]
 
-    def _distribute(self, source: Iterator[SampleRequest | None]) -> bool:
-        """Send requests to the processes that have the fewest. Returns whether more may come."""
-        while True:
-            process = min(self.processes, key=lambda one: len(one.open))
-            if len(process.open) >= self._each:
-                return True
-            try:
-                request = next(source)
-            except StopIteration:
-                for one in self.processes:
-                    one.end_batch()
-                return False
-            if request is None:
-                return True
-            process.send(request)
+    def _stop(self, busy: Sequence[TurnProcess]) -> None:
+        end_processes(busy)
+        for process in busy:
+            process.forget()
 
     def close(self) -> None:
-        end_processes(self.processes)
+        end_processes(self.workers)
         self._weights.close()
 
 

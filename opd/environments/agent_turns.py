@@ -406,6 +406,8 @@ class AgentPlaying(Playing):
         ids, request, conversation = self.ids[first:end], current.pending.request, current.conversation
         toolset = self._toolset(request)
         reply, calls = self._reply(toolset, request, ids, self._logprobs[first:end], stop, current.read)
+        if request.token_ids:
+            reply = replace(reply, prompt_ids=tuple(conversation.ids))
         conversation.places.append((first, end))
         conversation.ids += ids
         if request.protocol != "ids":

@@ -52,12 +52,13 @@ class ChatRequest:
     stream: bool = False
     usage: bool = False  # whether a stream ends with the number of tokens
     logprobs: bool = False
+    token_ids: bool = False  # whether the answer names the ids that were read and written, as vLLM's does
 
     @property
     def digest(self) -> str:
         """Equal for equal requests."""
         tools = [tool.schema() for tool in self.tools]
-        said = [self.messages, tools, self.ids, self.max_tokens, self.stop]
+        said = [self.messages, tools, self.ids, self.max_tokens, self.stop, self.token_ids]
         return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()
 
     @property
@@ -77,6 +78,7 @@ class ChatReply:
     ids: Sequence[int]
     logprobs: Sequence[float]
     tokens: Sequence[str] = ()
+    prompt_ids: Sequence[int] = ()  # if the request wants ids
 
 
 # --- Reading ---
@@ -133,7 +135,7 @@ def read_openai(body: Mapping[str, Any]) -> ChatRequest:
         "openai", _text(body.get("model"), "model"), _checked_messages(messages), _openai_tools(body),
         max_tokens=_limit(body.get("max_completion_tokens") or body.get("max_tokens")), stop=_stops(body.get("stop")),
         stream=bool(body.get("stream")), usage=isinstance(options, dict) and bool(options.get("include_usage")),
-        logprobs=bool(body.get("logprobs")),
+        logprobs=bool(body.get("logprobs")), token_ids=bool(body.get("return_token_ids")),
     )  # fmt: skip
 
 
@@ -368,7 +370,13 @@ def _write_openai(request: ChatRequest, reply: ChatReply) -> dict[str, Any]:
     if reply.calls:
         message["tool_calls"] = _written_calls(reply.calls)
     choice = {"index": 0, "message": message, "logprobs": _logprobs(request, reply), "finish_reason": reply.finish}
-    return {**_openai_head(request, "chat.completion"), "choices": [choice], "usage": _usage(reply)}
+    read, written = _token_ids(request, reply)
+    return {**_openai_head(request, "chat.completion"), "choices": [choice | written], "usage": _usage(reply), **read}
+
+
+def _token_ids(request: ChatRequest, reply: ChatReply) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The ids that were read and written, under vLLM's names."""
+    return ({"prompt_token_ids": reply.prompt_ids}, {"token_ids": reply.ids}) if request.token_ids else ({}, {})
 
 
 def _openai_head(request: ChatRequest, kind: str) -> dict[str, Any]:
@@ -406,18 +414,19 @@ def _logprobs(request: ChatRequest, reply: ChatReply) -> dict[str, Any] | None:
 def _openai_events(request: ChatRequest, reply: ChatReply) -> Iterator[str]:
     head = _openai_head(request, "chat.completion.chunk")
 
-    def chunk(delta: Mapping[str, Any], finish: str | None = None, **more: Any) -> str:
+    def chunk(delta: Mapping[str, Any], finish: str | None = None, top: Mapping[str, Any] = {}, **more: Any) -> str:
         choice = {"index": 0, "delta": delta, "finish_reason": finish, **more}
-        return f"data: {json.dumps({**head, 'choices': [choice]})}\n\n"
+        return f"data: {json.dumps({**head, 'choices': [choice], **top})}\n\n"
 
-    yield chunk({"role": "assistant", "content": ""})
+    read, written = _token_ids(request, reply)
+    yield chunk({"role": "assistant", "content": ""}, top=read)
     if reply.thinking:
         yield chunk({"reasoning_content": reply.thinking})
     if reply.content:
         yield chunk({"content": reply.content}, logprobs=_logprobs(request, reply))
     if reply.calls:
         yield chunk({"tool_calls": [{"index": n, **call} for n, call in enumerate(_written_calls(reply.calls))]})
-    yield chunk({}, reply.finish)
+    yield chunk({}, reply.finish, **written)
     if request.usage:
         yield f"data: {json.dumps({**head, 'choices': [], 'usage': _usage(reply)})}\n\n"
     yield "data: [DONE]\n\n"

@@ -360,7 +360,7 @@ class ChatHandler(BaseHTTPRequestHandler):
         self.close_connection = True  # unless the length is accepted
         if self.headers.get("transfer-encoding"):
             raise ChatError(411, "send the body with a Content-Length")
-        if not given.isdigit() or len(given) > 18:
+        if not (given.isascii() and given.isdigit()) or len(given) > 18:
             raise ChatError(411, f"send the body with a Content-Length, got {plain(given, 30)!r}")
         if int(given) > (0 if none else BODY):
             raise ChatError(413, f"a body of {int(given):,} bytes; at most {0 if none else BODY:,} are accepted")

@@ -40,8 +40,8 @@ from typing import Annotated, Any, ClassVar, Literal
 import numpy as np
 from pydantic import Field
 
-from opd.common.errors import DataError, OpdError, TrainingError
-from opd.common.text import first_line
+from opd.common.errors import DataError, OpdError, RemoteError, TrainingError
+from opd.common.text import first_line, message_of, shortened
 from opd.data.prompts import with_system
 from opd.records import Message, Prompt, StopReason
 from opd.registry import Choice, Family, Positive, StageView, changed
@@ -201,20 +201,34 @@ class Environment(Choice):
         def read() -> Sequence[Message]:
             episode = self.open(prompt, 0)
             try:
-                return tuple(episode.reset())
+                messages = episode.reset()
+                require_messages(messages)
+                return [
+                    {**message, "content": re.sub("[\ud800-\udfff]", "\ufffd", message["content"])}
+                    for message in messages
+                ]
             finally:
                 close_aside(episode)
 
-        try:
-            return read() if self.inline else limited(read, self.call_seconds)
-        except OpdError:
-            raise
-        except Exception as error:  # an environment may raise anything
-            said = f"took longer than {self.call_seconds:g} s" if isinstance(error, TimeoutError) else first_line(error)
-            raise DataError(
-                f"environment {self.name} could not open an episode of prompt {prompt.id!r}: {type(error).__name__}: {said}. "
-                "Fix the environment, or raise call_seconds if it is slow."
-            ) from error
+        attempt = 0
+        while True:
+            attempt += 1
+            try:
+                return direct(read) if self.inline else limited(read, self.call_seconds)
+            except Exception as error:  # an environment may raise anything
+                foreign = not isinstance(error, OpdError)
+                if not foreign and not isinstance(error, RemoteError):
+                    raise
+                if attempt < OPENINGS:
+                    continue
+                if not foreign:
+                    raise
+                late = isinstance(error, TimeoutError)
+                said = f"took longer than {self.call_seconds:g} s" if late else first_line(error)
+                raise DataError(
+                    f"environment {self.name} could not open an episode of prompt {prompt.id!r}: {type(error).__name__}: {said}. "
+                    "Fix the environment, or raise call_seconds if it is slow."
+                ) from error
 
     def player(self) -> Any:
         """The class that plays its rollouts: a `Playing`."""
@@ -255,6 +269,8 @@ AnyEnvironment = Annotated[Environment, Family("environment")]
 
 
 HANGING = 500  # calls that were abandoned and still run: more would exhaust the machine
+OPENINGS = 3  # attempts to open an episode
+BLOCKED = 1.0  # seconds after which an event loop is blocked
 _hanging: list[threading.Thread] = []
 _loop: list[asyncio.AbstractEventLoop] = []
 _starting = threading.Lock()
@@ -290,19 +306,42 @@ def limited(call: Callable[[], Any], seconds: float, late: Callable[[Any], objec
         raise
     if not inspect.isawaitable(result):
         return result
-    waiting = asyncio.run_coroutine_threadsafe(_awaited(result), _event_loop())
+    loop = _event_loop()
+    waiting = asyncio.run_coroutine_threadsafe(_awaited(result), loop)
     try:
         return waiting.result(max(0.001, seconds - (time.monotonic() - begun)))
     except TimeoutError:
         waiting.cancel()
+        _leave_if_blocked(loop)
         raise
+
+
+def direct(call: Callable[[], Any]) -> Any:
+    """The result of a call in this thread, which only Ctrl-C ends."""
+    try:
+        return call()
+    except (Exception, KeyboardInterrupt):
+        raise
+    except BaseException as error:
+        raise RuntimeError(type(error).__name__) from error
+
+
+def require_messages(messages: Any) -> None:
+    """Raise an error for messages of an environment that no template can render."""
+    if not isinstance(messages, (list, tuple)):
+        raise TypeError(f"messages must be a list, got {type(messages).__name__}")
+    for message in messages:
+        if not isinstance(message, Mapping) or not all(
+            isinstance(message.get(key), str) for key in ("role", "content")
+        ):
+            raise TypeError(f"a message must be {{role, content}}, both text, got {shortened(message, 100)}")
 
 
 def close_aside(episode: Episode) -> threading.Thread:
     """Close an episode that nobody needs any more, in another thread because that may hang."""
 
     def close() -> None:
-        with contextlib.suppress(Exception):
+        with contextlib.suppress(BaseException):
             episode.close()
 
     thread = threading.Thread(target=close, name="opd-close", daemon=True)
@@ -313,7 +352,9 @@ def close_aside(episode: Episode) -> threading.Thread:
 async def _awaited(result: Awaitable[Any]) -> Any:
     try:
         return await result
-    except (SystemExit, KeyboardInterrupt) as error:  # would end the loop that all coroutines share
+    except (Exception, asyncio.CancelledError):
+        raise
+    except BaseException as error:  # some would end the loop that all coroutines share
         raise RuntimeError(type(error).__name__) from None
 
 
@@ -324,6 +365,19 @@ def _event_loop() -> asyncio.AbstractEventLoop:
             _loop.append(asyncio.new_event_loop())
             threading.Thread(target=_loop[0].run_forever, name="opd-event-loop", daemon=True).start()
         return _loop[0]
+
+
+def _leave_if_blocked(loop: asyncio.AbstractEventLoop) -> None:
+    """If a coroutine blocks the loop, later ones get another loop."""
+    free = threading.Event()
+    loop.call_soon_threadsafe(free.set)
+
+    def leave() -> None:
+        if not free.wait(BLOCKED):
+            with _starting:
+                _loop[:] = [one for one in _loop if one is not loop]
+
+    threading.Thread(target=leave, name="opd-call", daemon=True).start()
 
 
 # --- Tools that are Python functions ---
@@ -368,19 +422,19 @@ class ToolEpisode(Episode):
     def step(self, turn: Turn) -> Step:
         if not turn.calls:
             return Step(reward=self.environment.reward(self.prompt, turn.text), done=True)
-        messages, counts = [], Counter[str]()
+        messages, counts, most = [], Counter[str](), self.environment.result_characters
         for call in turn.calls:
             try:
-                said = self._call(partial(self.functions[call.name], **call.arguments))
+                said = result_text(self._call(partial(self.functions[call.name], **call.arguments)), most)
             except TimeoutError:
                 said = f"error: {call.name} took longer than {self.environment.call_seconds:g} s"
                 counts["timeouts"] += 1
             except TrainingError:  # too many calls hang
                 raise
             except Exception as error:  # a tool may raise anything; the student sees the error
-                said = f"error: {type(error).__name__}: {error}"
+                said = result_text(f"error: {type(error).__name__}: {message_of(error)}", most)
                 counts["errors"] += 1
-            messages.append(tool_message(call, result_text(said, self.environment.result_characters)))
+            messages.append(tool_message(call, said))
         return Step(messages=messages, counts=counts)
 
     def _call(self, function: Callable[[], Any]) -> Any:

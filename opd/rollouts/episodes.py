@@ -24,8 +24,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from opd.common.errors import ModelError, OpdError, RemoteError, Stopped, TrainingError
-from opd.common.text import first_line
+from opd.common.errors import DataError, ModelError, OpdError, RemoteError, Stopped, TrainingError
+from opd.common.text import first_line, shortened
 from opd.data.prompts import render_prompt, response_text
 from opd.engines.requests import request_key, why_over
 from opd.objective.batch import own_turns
@@ -42,14 +42,24 @@ from opd.records import (
     TokenColumns,
 )
 from opd.rollouts.bridge import Bridge
-from opd.rollouts.environments import Environment, Episode, Step, Turn, close_aside, limited
+from opd.rollouts.environments import (
+    OPENINGS,
+    Environment,
+    Episode,
+    Step,
+    Turn,
+    close_aside,
+    direct,
+    limited,
+    require_messages,
+)
 from opd.rollouts.tool_calls import Malformed, ToolFormat, tool_format, turn_text
 
 WRITERS = {author: author.name.lower() for author in Author} | {Author.ENV: "environment", Author.DATA: "dataset"}
 TURNS = 16  # turns with a metric each
 TURN_OF = "turn_of"  # in the extras of a rollout that is one turn of a stored one: the stored one's id
 PARTS = "parts"  # in the notes of a rollout with an agent: where its conversations are
-OPENINGS = 3  # attempts to open an episode
+LARGEST = 2 << 20  # bytes of a step as JSON, which is logged and tokenised
 GRACE = 2.0  # seconds that the end of a run waits for running steps, and then for episodes to close
 TAKEOVER = (
     "takeover"  # begins the source of an episode with one, and names its facts in `extras`: turn, right, wrong, of
@@ -166,6 +176,11 @@ class Dialogue:
     def ids(self, step: Step, turn: Turn) -> np.ndarray:
         """What the student reads next."""
         if not step.messages:
+            known = len(self.tokenizer)
+            if any(not 0 <= index < known for index in step.ids):
+                raise DataError(
+                    f"the environment gave token ids outside the tokenizer's {known:,}: {shortened(step.ids)}."
+                )
             return np.array(step.ids, dtype=np.int32)
         stopped = bool(turn.ids.size) and int(turn.ids[-1]) in self.stop_ids
         return self.bridge.ids(step.messages, stopped=stopped, calls=turn.calls)
@@ -237,12 +252,10 @@ class Playing:
                 raise
             return episode
 
-        if environment.inline:
-            self._episode = opened()
-            return
         for attempt in range(1, OPENINGS + 1):
             try:
-                self._episode = limited(opened, environment.call_seconds, late=close_aside)
+                late = environment.call_seconds
+                self._episode = direct(opened) if environment.inline else limited(opened, late, late=close_aside)
                 break
             except Exception as error:  # an environment may raise anything
                 if _ends_run(error):
@@ -288,10 +301,10 @@ class Playing:
 
     def _execute(self, step: Callable[[Turn], Any], turn: Turn, optional: bool = False) -> Any:
         """Run a step. Its failure loses the rollout, not the run. `optional`: it may give None."""
-        if self.environment.inline:
-            return _checked(step(turn))
+        seconds = self.environment.call_seconds * max(1, len(turn.calls)) + 1
         try:
-            found = limited(partial(step, turn), self.environment.call_seconds * max(1, len(turn.calls)) + 1)
+            call = partial(step, turn)
+            found = direct(call) if self.environment.inline else limited(call, seconds)
             found = found if found is None and optional else _checked(found)
         except TimeoutError:
             found = _lost(f"a step took longer than {self.environment.call_seconds:g} s", timeouts=1)
@@ -389,8 +402,11 @@ class Playing:
         self._rewards.append(step.reward)
         self._feedback.append(step.feedback)
         self._counts.update(step.counts)
-        over = step.done or self._turn >= self._turns
-        more = np.zeros(0, np.int32) if step.done else self.dialogue.ids(step, turn)
+        over, more = step.done or self._turn >= self._turns, np.zeros(0, np.int32)
+        try:
+            more = more if over else self.dialogue.ids(step, turn)
+        except (DataError, ModelError) as error:
+            self._unreadable(error)
         over = over or not more.size
         if self._counts["lost"]:
             self._stored.clear()  # the rollout ends as it is
@@ -412,9 +428,19 @@ class Playing:
         """With history split: what the next turn reads. Returns whether there is room for a token after it."""
         if self.environment.history == "keep":
             return True
-        self._said.append(self.dialogue.spoken(step, turn))
-        self._read = render_prompt(after_turns(self._prompt, self._said), self.dialogue.tokenizer)
+        said = [*self._said, self.dialogue.spoken(step, turn)]
+        try:
+            self._read = render_prompt(after_turns(self._prompt, said), self.dialogue.tokenizer)
+        except DataError as error:
+            self._unreadable(error)
+            return False
+        self._said = said
         return self._read.size < self.request.prompt_ids.size + self.request.sampling.max_new_tokens
+
+    def _unreadable(self, error: OpdError) -> None:
+        """The chat template rejects what the environment gave: the rollout is lost."""
+        self._counts.update(lost=1, errors=1)
+        self._feedback[-1] = first_line(error)
 
     def _end(self, sink: TurnSink) -> None:
         facts: dict[str, Any] = {name: self._counts[name] for name in COUNTS if self._counts[name]}
@@ -448,7 +474,8 @@ class Playing:
         if episode is None:
             return None
         if self.environment.inline:
-            episode.close()
+            with contextlib.suppress(Exception):
+                episode.close()
             return None
         return close_aside(episode)
 
@@ -463,16 +490,20 @@ def _lost(reason: str, **counts: int) -> Step:
 
 
 def _checked(step: Any) -> Step:
-    """A step that can be logged."""
+    """A step as it is logged."""
     if not isinstance(step, Step):
         raise TypeError(f"a step must be a Step, got {type(step).__name__}")
-    for message in step.messages:
-        if not isinstance(message, Mapping) or not {"role", "content"} <= message.keys():
-            raise TypeError(f"a step's messages must be {{role, content}}, got {message!r:.100}")
+    require_messages(step.messages)
     if step.reward is not None and not math.isfinite(step.reward):
         raise ValueError(f"a step's reward must be a finite number, got {step.reward}")
-    json.dumps(step_as_json(step))
-    return step
+    if not isinstance(step.feedback, str):
+        raise TypeError(f"a step's feedback must be text, got {type(step.feedback).__name__}")
+    if any(type(count) is not int or count < 0 for count in step.counts.values()):
+        raise TypeError(f"a step's counts must be whole numbers, got {shortened(step.counts, 100)}")
+    plain = step_as_json(step)
+    if (size := len(json.dumps(plain))) > LARGEST:
+        raise ValueError(f"a step has {size:,} bytes as JSON; at most {LARGEST:,} are accepted")
+    return step_from_json(plain)
 
 
 def after_turns(prompt: Prompt, said: Sequence[Sequence[Message]]) -> Prompt:

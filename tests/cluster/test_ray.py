@@ -52,9 +52,10 @@ from opd.cluster.on_ray import (
 from opd.cluster.ray_workers import OTHER_WEIGHTS, RayRanks, SamplerWorker, TrainerWorker, _array, _tensor
 from opd.common.errors import RanksLost, RecipeError, UserError
 from opd.common.messages import read_message, write_message
+from opd.engines.alongside import from_columns
 from opd.models import load_model
 from opd.recipe import load_recipe
-from opd.records import SampleRequest, Sampling
+from opd.records import Finished, SampledToken, SampleRequest, Sampling
 from opd.runner.lock import RunLock
 from opd.store import RolloutStore
 from tests.support.ranks import differences, numbers
@@ -82,7 +83,7 @@ def test_settings_open_to_others_are_rejected(tmp_path: Path, monkeypatch: pytes
     recipe = load_recipe(RECIPE)
     assert require_ray(recipe).placement == (2, 1, 1, 0)
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
-    with pytest.raises(UserError, match="anybody who reaches this machine"):
+    with pytest.raises(UserError, match="anybody who can reach this machine"):
         require_ray(recipe)
     monkeypatch.delenv("RAY_AUTH_MODE")
     monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
@@ -94,7 +95,7 @@ def test_settings_open_to_others_are_rejected(tmp_path: Path, monkeypatch: pytes
     token.write_text("secret")
     token.chmod(0o644)
     monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(token))
-    with pytest.raises(UserError, match="others may read this file"):
+    with pytest.raises(UserError, match="other users can read this file"):
         require_ray(recipe)
     monkeypatch.delenv("RAY_AUTH_TOKEN_PATH")
     monkeypatch.setenv("RAY_ADDRESS", "ray://10.0.0.1:10001")
@@ -155,6 +156,36 @@ def test_a_sampler_of_a_later_stage_is_another_one() -> None:
         events = [event for part in worker.sample(message, 3) for event in read_message(part)]
         assert len(events) == room - 4 + 1
     assert read_message(b"".join(worker.sample(anything, 4))) == [OTHER_WEIGHTS]  # newer ones did not reach it
+
+
+def test_turns_arrive_while_others_are_sampled() -> None:
+    """And a batch that the trainer has left does not disturb the next."""
+    student, worker = load_model("tiny/spelling"), SamplerWorker()
+    facts = {
+        "model": "tiny/spelling", "revision": None, "dtype": "float32", "cuda": False, "sampler": {"engine": "builtin"},
+        "threads": None, "stop_ids": list(student.stop_ids), "max_length": 64,
+    }  # fmt: skip
+    assert read_message(worker.turns(write_message([]), 3, "first")) is None  # it has just been started again
+    worker.load(facts, (3, {name: _array(tensor) for name, tensor in student.weights(3).tensors.items()}))
+
+    def taken(batch: str, *requests: SampleRequest) -> list[SampledToken | Finished]:
+        return from_columns(read_message(worker.turns(write_message(list(requests)), 3, batch)))
+
+    def request(name: str) -> SampleRequest:
+        return SampleRequest(name, np.arange(20, 24, dtype=np.int32), int(name), Sampling(40, stop_ids=()))
+
+    assert read_message(worker.turns(write_message([request("7")]), 4, "first")) is None  # other weights
+    taken("left", request("7"), request("8"))
+    events, late = taken("second", request("7")), [request("8")]
+    while sum(isinstance(event, Finished) for event in events) < 2:
+        events += taken("second", *late)
+        late = []
+    assert taken("second") == []
+    whole = read_message(b"".join(worker.sample(write_message([request("7"), request("8")]), 3)))
+    for name in ("7", "8"):
+        drawn = [event.token for event in events if event.request_id == name and isinstance(event, SampledToken)]
+        assert drawn == [event[1] for event in whole if event[0] == name and len(event) == len(SampledToken._fields)]
+        assert len(drawn) == 40
 
 
 def test_ranks_that_are_lost_at_the_same_step_again_and_again_do_not_start_for_ever(tmp_path: Path) -> None:
@@ -356,6 +387,34 @@ def test_every_kind_of_worker_may_be_killed(tmp_path: Path) -> None:
     assert scores[0] == pytest.approx(scores[1], abs=0.051)  # one question of 20
     stores = [RolloutStore(place / "rollouts", read_only=True).entries for place in (run, tmp_path / "one")]
     assert set(stores[0]) == set(stores[1])
+
+
+@pytest.mark.ray
+def test_samplers_play_turns_and_one_is_killed(tmp_path: Path) -> None:
+    mark, run = uuid4().hex, tmp_path / "run"
+    dialogue = {"prompts": 16, "max_new_tokens": 48, "environment": {"kind": "dialogue", "turn_tokens": 8}}
+    recipe = RECIPE | {
+        "teachers": {"arithmetic": "tiny/arithmetic"}, "prompts": "task:dialogue", "rollout": dialogue, "eval": {"prompts": 4},
+        "train": {"steps": 6, "lr": 1e-3, "micro_tokens": 256}, "cluster": {"trainers": 2, "samplers": 2},
+    }  # fmt: skip
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe), encoding="utf-8")
+    command = [sys.executable, "-m", "opd", "run", "recipe.yaml", "--on", "ray", "--out", str(run)]
+    with (tmp_path / "log.txt").open("w") as log:
+        process = subprocess.Popen(command, stdout=log, stderr=log, env={**os.environ, "OPD_MARK": mark}, cwd=tmp_path)
+    try:
+        while len(_numbers(run)) < 1:
+            assert process.poll() is None, (tmp_path / "log.txt").read_text()
+            time.sleep(0.02)
+        os.kill(_worker("SamplerWorker", mark, process), signal.SIGKILL)
+        assert process.wait(1800) == 0, (tmp_path / "log.txt").read_text()
+    finally:
+        process.kill()
+    opd.run(recipe, out=tmp_path / "one")
+    assert not differences(tmp_path / "one", run, 1e-4)
+    here, there = (RolloutStore(place / "rollouts", read_only=True) for place in (tmp_path / "one", run))
+    assert set(here.entries) == set(there.entries)
+    for ours, theirs in zip(here.load(list(here.entries)), there.load(list(here.entries)), strict=True):
+        assert ours.author.tolist() == theirs.author.tolist()
 
 
 NODES = """

@@ -262,7 +262,7 @@ def test_turns_in_two_processes_are_those_of_one_sampler_and_one_is_killed(monke
     def drew(token: SampledToken) -> None:
         drawn.append(token)
         if len(drawn) == 40:
-            both.processes[0].process.kill()
+            both.workers[0].process.kill()
 
     try:
         both.load(student.weights(7))
@@ -280,7 +280,7 @@ def test_turns_in_two_processes_are_those_of_one_sampler_and_one_is_killed(monke
         assert set(rollout.version[rollout.author == Author.STUDENT].tolist()) == {8}
 
         def stop() -> None:
-            if any(process.open for process in both.processes):
+            if any(process.open for process in both.workers):
                 raise Stopped
 
         with pytest.raises(Stopped):
@@ -289,7 +289,7 @@ def test_turns_in_two_processes_are_those_of_one_sampler_and_one_is_killed(monke
         assert again.response_ids.tolist() == rollout.response_ids.tolist()
     finally:
         both.close()
-    assert all(process.process.returncode is not None for process in both.processes)
+    assert all(process.process.returncode is not None for process in both.workers)
 
 
 def test_weights_in_shared_memory() -> None:

@@ -417,6 +417,29 @@ def test_token_ids_in_and_out(play: Callable[..., Played]) -> None:
     assert found.parts[0].response_ids.tolist() == [*said[0]["token_ids"], 9, 9, *said[1]["token_ids"]]
 
 
+def test_ids_of_a_chat_completion_are_given_if_they_are_wanted(play: Callable[..., Played]) -> None:
+    said: list[dict[str, Any]] = []
+
+    def agent(client: Client) -> None:
+        body = {"messages": [HI], "return_token_ids": True, "logprobs": True}
+        said.append(client.ask("/v1/chat/completions", body)[1])
+        message = said[0]["choices"][0]["message"]
+        said.append(client.ask("/v1/chat/completions", body | {"messages": [HI, message, HI]})[1])
+        stream = client.ask("/v1/chat/completions", {"messages": [HI], "return_token_ids": True, "stream": True})[1]
+        chunks = [json.loads(line.removeprefix("data: ")) for line in stream.split("\n\n")[:-2]]
+        assert chunks[0]["prompt_token_ids"] == said[0]["prompt_token_ids"]
+        assert chunks[-1]["choices"][0]["token_ids"] == said[0]["choices"][0]["token_ids"]
+        assert "token_ids" not in client.ask("/v1/chat/completions", {"messages": [HI, HI]})[1]["choices"][0]
+
+    part = play(agent, ["aa", "b", "c"]).parts[0]
+    whole = [*part.prompt_ids, *part.response_ids]
+    for one in said:
+        read, (choice,) = one["prompt_token_ids"], one["choices"]
+        assert whole[: len(read) + len(choice["token_ids"])] == [*read, *choice["token_ids"]]
+        assert len(choice["logprobs"]["content"]) == len(choice["token_ids"])
+    assert len(whole) == len(read) + len(choice["token_ids"])
+
+
 DEEP = '{"a": ' + "[" * 900 + "]" * 900 + "}"
 BODIES: list[tuple[Any, int, str]] = [
     (b"{", 400, "not JSON"),

@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import itertools
+import json
+import socket
 import sys
+import threading
+import urllib.request
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +17,11 @@ import numpy as np
 import pytest
 
 import opd
+from opd.environments.agent import AgentEnvironment
+from opd.environments.chat_server import AgentSessions
+from opd.rollouts.episodes import PARTS, split_conversations
+
+TOKEN, NUMBERS = "0123456789abcdef", itertools.count()
 
 pytestmark = pytest.mark.agents
 
@@ -77,3 +89,67 @@ def test_a_run_trains_through_a_client_library(source: str, tmp_path: Path) -> N
     assert all(noted["reward"] == 1.0 for noted in notes)
     assert all(noted["retries"] == noted["conversations"] == 1 for noted in notes)
     assert all(np.isfinite(line["loss"]) for line in run.metrics)
+
+
+def converse_through_openenv(environment: AgentEnvironment, turns: list[Any], over: threading.Event) -> None:
+    """An agent that speaks OpenAI's Responses API, which only OpenEnv's capture server understands. `turns`: what that has recorded."""
+    from openai import OpenAI
+    from openenv.core.harness.capture import CaptureServer, to_training_trace
+    from openenv.core.harness.capture.export import export_session
+
+    key = {"Authorization": f"Bearer {TOKEN}"}
+    while not over.is_set():
+        address = f"{environment.server().url}/conversations/openenv{next(NUMBERS)}/v1"
+        with contextlib.suppress(OSError):  # 503: no prompt waits
+            facts = json.loads(urllib.request.urlopen(urllib.request.Request(f"{address}/prompt", headers=key)).read())
+            with socket.create_server(("0.0.0.0", 0)) as free:
+                port = free.getsockname()[1]
+            server = CaptureServer(llm_url=address, model="student", api_key=TOKEN, port=port)
+            server.start()
+            session = server.registry.create()
+            client = OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key=session.session_id)
+            said = [{"role": "user", "content": facts["prompt"]}]
+            answer = client.responses.create(model="student", input=said, max_output_tokens=6)
+            said += [{"role": "assistant", "content": answer.output_text}, {"role": "user", "content": "add 1+2"}]
+            client.responses.create(model="student", input=said, max_output_tokens=6)
+            turns += to_training_trace(session.graph, export_session(session, include_messages=True)).turns
+            server.stop()
+            urllib.request.urlopen(urllib.request.Request(f"{address}/end", b"{}", key)).close()
+
+
+def test_kl_falls_behind_openenvs_capture_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And it records the ids and log-probs that are trained on."""
+    monkeypatch.setenv("AGENT_TOKEN", TOKEN)
+    monkeypatch.setattr(AgentSessions, "claimed", functools.partialmethod(AgentSessions.claimed, seconds=1.0))
+    settings: dict[str, Any] = {"port": 0, "token_env": "AGENT_TOKEN", "call_seconds": 120}
+    over, turns = threading.Event(), list[Any]()
+    agents = [
+        threading.Thread(target=converse_through_openenv, args=(AgentEnvironment(**settings), turns, over), daemon=True)
+        for _ in range(2)
+    ]
+    for agent in agents:
+        agent.start()
+    run = opd.run({
+        "student": "tiny/spelling", "teachers": {"arithmetic": "tiny/arithmetic"},
+        "prompts": [{"source": "task:addition", "domain": "arithmetic"}],
+        "rollout": {"prompts": 6, "max_new_tokens": 100, "environment": {"kind": "agent", **settings}},
+        "objective": {"divergence": "forward_kl"}, "train": {"steps": 8, "lr": 3e-3}, "eval": {"prompts": 0},
+        "log": {"start_table": False}, "device": "cpu",
+    }, out=tmp_path / "run")  # fmt: skip
+    over.set()
+    for agent in agents:
+        agent.join()
+    kl = [line["reverse_kl"] for line in run.metrics]
+    assert np.mean(kl[-3:]) < 0.7 * np.mean(kl[:2]), kl
+    assert all(line["env/lost"] == line["env/refused"] == 0 for line in run.metrics)
+    trained = {
+        (*part.prompt_ids.tolist(), *part.response_ids.tolist()): part.logprob
+        for rollout in run.rollouts.load(list(run.rollouts.entries))
+        for part in split_conversations(rollout, run.rollouts.entries[rollout.id].notes[PARTS])
+    }
+    assert len(turns) == 2 * 6 * 8
+    for turn in turns:
+        ids, count = (*turn.prompt_token_ids, *turn.completion_token_ids), len(turn.completion_token_ids)
+        whole, logprobs = next((whole, found) for whole, found in trained.items() if whole[: len(ids)] == ids)
+        end = logprobs.size - (len(whole) - len(ids))
+        assert np.array(turn.per_token_logps, np.float32).tolist() == logprobs[end - count : end].tolist()
