@@ -243,7 +243,7 @@ class Environment(Choice):
         if messages is None and (tools or opening):
             raise DataError(
                 f"prompt {prompt.id!r} is text, and environment {self.name} {'has tools' if tools else 'begins with messages'}, which "
-                "need a chat template. Give the prompt as messages."
+                "need a chat template. Give the prompt as messages: a column `messages`, or a column `system` besides the text."
             )
         if tools and self.tool_calls == "auto":
             kwargs["tools"] = [tool.schema() for tool in tools]

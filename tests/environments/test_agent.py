@@ -488,6 +488,47 @@ def test_bad_requests_are_refused_and_the_rollout_continues(play: Callable[..., 
     assert "<|im_start|>user\n?< |im_end|>" in played.read()[0]
 
 
+def exchanged(client: Client, body: bytes, length: bytes | None = None, head: bytes = b"") -> bytes:
+    """What the server answers to these bytes of a client that then leaves."""
+    host, _, port = client.url.removeprefix("http://").rpartition(":")
+    given = b"%d" % len(body) if length is None else length
+    start = b"POST /v1/chat/completions HTTP/1.1\r\nAuthorization: Bearer %s\r\nX-Conversation: %s\r\nContent-Length: %s\r\n%s\r\n"
+    with socket.create_connection((host, int(port)), timeout=60) as line, contextlib.suppress(ConnectionError):
+        line.sendall(start % (TOKEN.encode(), client.name.encode(), given, head) + body)
+        line.shutdown(socket.SHUT_WR)
+        return b"".join(iter(lambda: line.recv(65536), b""))
+    return b""
+
+
+def test_hostile_bytes_do_not_end_the_rollout(play: Callable[..., Played]) -> None:
+    answers: list[tuple[bytes, bytes]] = []
+
+    def agent(client: Client) -> None:
+        models = b"GET /v1/models HTTP/1.1\r\nAuthorization: Bearer %s\r\nX-Conversation: %s\r\n\r\n"
+        asked = models % (TOKEN.encode(), client.name.encode())
+        for body, length, head, expected in (
+            (b"", b"\xb2", b"", b"411"),  # a digit, but not of a number
+            (b"", b"+1", b"", b"411"),
+            (b"", b"9" * 19, b"", b"411"),
+            (b"", b"100000000", b"", b"413"),
+            (b'{"messages"', b"100", b"", b"ended early"),
+            (b"\xff\xfe\xfd", None, b"", b"not JSON"),
+            (b"1" * 5000, None, b"", b"not JSON"),
+            (b"", b"5", b"X-More: 1\r\n" * 101, b"431"),
+            (b"5", None, b"Transfer-Encoding: chunked\r\n", b"411"),
+            (b"{}" + asked, b"2", b"", b'"object": "list"'),  # pipelined
+        ):
+            answers.append((expected, exchanged(client, body, length, head)))
+        answers.append((b"400", exchanged(client, b"\x16\x03\x01\x02\x00", b"0\r\n\r\n")))
+        found = client.ask("/v1/chat/completions", b'{"messages": [{"role": "user", "content": "\xed\xa0\x80 a"}]}')
+        assert found[0] == 200
+
+    played = play(agent)
+    assert all(expected in answer for expected, answer in answers), answers
+    assert played.notes["conversations"] == 1
+    assert "user\n\ufffd a" in played.read()[0]
+
+
 def test_halves_of_surrogate_pairs_are_replaced_and_pairs_kept() -> None:
     assert read_body(rb'{"a": "\ud83d\ude00\ud800b\\ud800"}') == {"a": "😀?b\\ud800"}
     with pytest.raises(ChatError, match="NaN"):
