@@ -6,6 +6,7 @@
     │   ├── ModelError            a model that is missing, not a causal LM, or not usable here
     │   ├── TokenizerMismatch     student and teacher do not share one tokenizer
     │   ├── DataError             prompts that are missing, empty, malformed or too long
+    │   │   └── UnopenedEpisode   a prompt whose first messages its environment did not give
     │   ├── RemoteError           a server that answers with an error: names the server and the request
     │   │   └── ServerAway        a server that did not answer within the patience
     │   └── RunDirectoryError     a run directory that is missing, damaged or unreadable: names the place
@@ -42,6 +43,10 @@ class TokenizerMismatch(UserError):
 
 
 class DataError(UserError):
+    pass
+
+
+class UnopenedEpisode(DataError):
     pass
 
 

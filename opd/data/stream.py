@@ -13,11 +13,12 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 from pydantic import Field, field_validator, model_validator
 
-from opd.common.errors import DataError, RecipeError
+from opd.common.errors import DataError, RecipeError, UnopenedEpisode
 from opd.data.sources import Source
 from opd.records import Author, Rollout, Visit
 from opd.registry import Choice, Fraction, Needs, Positive, StageView, Word
 
+UNOPENED = 3  # prompts in a row whose environment does not begin
 PATIENCE = 10_000  # prompts of an endless source that may be rejected in a row
 
 
@@ -40,6 +41,8 @@ class PromptStream:
         self._orders: dict[int, tuple[int, np.ndarray]] = {}
         self._unusable: Sequence[np.ndarray | None] = [None] * len(sources)
         self._fits: Callable[[Visit], bool] | None = None
+        self._passes: Callable[[UnopenedEpisode], bool] = lambda error: False
+        self._unopened = 0  # prompts in a row whose environment did not begin
         self.skipped = 0  # visits to unusable prompts
         self.keeper: ShareKeeper | None = None
         self._domains: list[str] = []  # of the sources, if shares follow a rule
@@ -48,9 +51,16 @@ class PromptStream:
         self._known: dict[str, float] = {}  # the curriculum's measure of a prompt, by id
         self.passed_over = 0  # visits that the curriculum left out
 
-    def leave_out(self, unusable: Sequence[np.ndarray | None], fits: Callable[[Visit], bool] | None) -> None:
-        """Set the rows of each finite source to skip, and a check for prompts that could not all be scanned."""
-        self._unusable, self._fits = unusable, fits
+    def leave_out(
+        self,
+        unusable: Sequence[np.ndarray | None],
+        fits: Callable[[Visit], bool] | None,
+        passes: Callable[[UnopenedEpisode], bool] = lambda error: False,
+    ) -> None:
+        """Set the rows of each finite source to skip, and a check for prompts that could not all be scanned. `passes`: whether to skip a
+        prompt whose environment does not begin.
+        """
+        self._unusable, self._fits, self._passes = unusable, fits, passes
 
     def follow(self, curriculum: Curriculum | None) -> None:
         """Let a curriculum choose among the prompts of each pass."""
@@ -174,7 +184,15 @@ class PromptStream:
         if unusable is not None and unusable[index]:
             self.skipped += 1
             return None
-        found = Visit(self._sources[source].train(index), visit, source)
+        try:
+            found = Visit(self._sources[source].train(index), visit, source)
+        except UnopenedEpisode as error:
+            self._unopened += 1
+            if self._unopened >= UNOPENED or not self._passes(error):
+                raise
+            self.skipped += 1
+            return None
+        self._unopened = 0
         if self.curriculum is not None and not self._takes(found, position):
             self.passed_over += 1
             return None

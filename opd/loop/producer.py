@@ -25,7 +25,7 @@ import numpy as np
 import torch
 
 from opd.common.context import RunContext
-from opd.common.errors import DataError, Stopped, TrainingError
+from opd.common.errors import DataError, Stopped, TrainingError, UnopenedEpisode
 from opd.common.text import plain
 from opd.data.prompts import render_prompts, response_text
 from opd.data.stream import PromptStream
@@ -553,6 +553,13 @@ class LatePrompts:
         self._spec, self._tokenizer, self._room = spec, tokenizer, rollouter.max_prompt_tokens
         self._rollouter, self._context = rollouter, context
         self._warned = False
+
+    def passes(self, error: UnopenedEpisode) -> bool:
+        """Whether a prompt whose environment did not begin is skipped. With several ranks it may have begun on others."""
+        if self._context.ranks.size > 1:
+            return False
+        self._context.say_of_stage(f"{plain(error)} This prompt is skipped and counted")
+        return True
 
     def fits(self, visit: Visit) -> bool:
         """Users cannot fix a generated prompt that does not fit, so it never stops a run."""

@@ -40,7 +40,7 @@ from typing import Annotated, Any, ClassVar, Literal
 import numpy as np
 from pydantic import Field
 
-from opd.common.errors import DataError, OpdError, RemoteError, TrainingError
+from opd.common.errors import DataError, OpdError, RemoteError, TrainingError, UnopenedEpisode
 from opd.common.text import first_line, message_of, shortened
 from opd.data.prompts import with_system
 from opd.records import Message, Prompt, StopReason
@@ -225,7 +225,7 @@ class Environment(Choice):
                     raise
                 late = isinstance(error, TimeoutError)
                 said = f"took longer than {self.call_seconds:g} s" if late else first_line(error)
-                raise DataError(
+                raise UnopenedEpisode(
                     f"environment {self.name} could not open an episode of prompt {prompt.id!r}: {type(error).__name__}: {said}. "
                     "Fix the environment, or raise call_seconds if it is slow."
                 ) from error

@@ -99,7 +99,8 @@ def open_stage(
     rollouter = _rollouter(spec, store, tokenizer, samplers, scorer, checked, stop_ids, ranks)
     rollouter = replace(rollouter, check_stop=context.check_stop, on_token=on_token)
     late = LatePrompts(spec, tokenizer, rollouter, context)
-    stream.leave_out(checked.inputs.scanned.unusable, late.fits if checked.inputs.scanned.open_ended else None)
+    fits = late.fits if checked.inputs.scanned.open_ended else None
+    stream.leave_out(checked.inputs.scanned.unusable, fits, late.passes)
     rewards = _rewards(spec, checked, store, tokenizer, stop_ids, ranks, context)
     maker = BatchMaker(spec, stream, rollouter, rewards, scorer, samplers, store, ranks, student)
     producer: Producer = AheadProducer(maker, threads, device) if spec.rollout.staleness else InlineProducer(maker)

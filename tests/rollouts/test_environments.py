@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import opd
-from opd.common.errors import RecipeError, TrainingError
+from opd.common.errors import DataError, RecipeError, TrainingError
 from opd.engines.kinds import BuiltInSampler
 from opd.engines.requests import request_key
 from opd.models import load_model
@@ -224,6 +224,61 @@ def test_episodes_that_cannot_be_opened_do_not_end_the_run(recipe: dict[str, Any
     assert all("no room" in entry.notes["feedback"] and entry.notes["reward"] is None for entry in lost)
     assert sum(line["env/lost"] for line in run.metrics) == len(lost)
     assert all(np.isfinite(line["loss"]) for line in run.metrics)
+
+
+DARK = """
+from pathlib import Path
+
+
+class Dark(Environment):
+    name = "dark"
+    every: int
+    switch: str
+
+    def open(self, prompt, key):
+        number = int(prompt.id.rpartition("/")[2])
+        return DarkEpisode(Path(self.switch).exists() and number % self.every == 0)
+
+
+class DarkEpisode(Episode):
+    def __init__(self, dark):
+        self.dark = dark
+
+    def reset(self):
+        if self.dark:
+            raise LookupError("no light")
+        return [{"role": "user", "content": "add 1+2"}]
+
+    def step(self, turn):
+        return Step(reward=1.0, done=True)
+
+
+opd.register(Dark)
+"""
+
+
+@pytest.mark.parametrize("every", [3, 1])
+def test_a_prompt_whose_environment_does_not_begin_is_skipped(
+    recipe: dict[str, Any], tmp_path: Path, every: int
+) -> None:
+    with open(recipe["plugins"][0], "a") as file:
+        file.write(DARK)
+    dark = {"kind": "dark", "every": every, "switch": str(tmp_path / "off"), "turns": 1}
+    spec = recipe | {"prompts": "episodes:dark", "train": {"steps": 3, "lr": 1e-3}, "eval": {"prompts": 0}}
+
+    def run() -> opd.Run:
+        return opd.run(
+            changed(spec, environment=dark), out=tmp_path / "run", on_step=lambda *_: (tmp_path / "off").touch()
+        )
+
+    if every == 1:  # none begins any more
+        with pytest.raises(DataError, match="no light"):
+            run()
+        return
+    metrics = run().metrics
+    assert [line["env/lost"] for line in metrics] == [0, 0, 0]
+    assert metrics[-1]["prompts/skipped"] >= 2
+    assert "no light" in (tmp_path / "run" / "log.txt").read_text()
 
 
 def test_effects_of_evaluation_are_announced(recipe: dict[str, Any]) -> None:
