@@ -214,7 +214,7 @@ class Environment(Choice):
         while True:
             attempt += 1
             try:
-                return direct(read) if self.inline else limited(read, self.call_seconds)
+                return unlimited(read) if self.inline else limited(read, self.call_seconds)
             except Exception as error:  # an environment may raise anything
                 foreign = not isinstance(error, OpdError)
                 if not foreign and not isinstance(error, RemoteError):
@@ -316,7 +316,7 @@ def limited(call: Callable[[], Any], seconds: float, late: Callable[[Any], objec
         raise
 
 
-def direct(call: Callable[[], Any]) -> Any:
+def unlimited(call: Callable[[], Any]) -> Any:
     """The result of a call in this thread, which only Ctrl-C ends."""
     try:
         return call()

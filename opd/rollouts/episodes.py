@@ -49,9 +49,9 @@ from opd.rollouts.environments import (
     Step,
     Turn,
     close_aside,
-    direct,
     limited,
     require_messages,
+    unlimited,
 )
 from opd.rollouts.tool_calls import Malformed, ToolFormat, tool_format, turn_text
 
@@ -255,7 +255,7 @@ class Playing:
         for attempt in range(1, OPENINGS + 1):
             try:
                 late = environment.call_seconds
-                self._episode = direct(opened) if environment.inline else limited(opened, late, late=close_aside)
+                self._episode = unlimited(opened) if environment.inline else limited(opened, late, late=close_aside)
                 break
             except Exception as error:  # an environment may raise anything
                 if _ends_run(error):
@@ -304,7 +304,7 @@ class Playing:
         seconds = self.environment.call_seconds * max(1, len(turn.calls)) + 1
         try:
             call = partial(step, turn)
-            found = direct(call) if self.environment.inline else limited(call, seconds)
+            found = unlimited(call) if self.environment.inline else limited(call, seconds)
             found = found if found is None and optional else _checked(found)
         except TimeoutError:
             found = _lost(f"a step took longer than {self.environment.call_seconds:g} s", timeouts=1)
