@@ -466,12 +466,13 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=100, help="held-out episodes")
     parser.add_argument("--workers", type=int, default=0, help="processes, one thread each; 0: in this process")
     parser.add_argument("--directory", type=Path, help="keep the runs here, and continue with those that are there")
+    parser.add_argument("--name", default="agents", help="of the result and of the figure")
     parser.add_argument("--untrained", metavar="MODEL", help="only play ScienceWorld and code repair with it")
     parser.add_argument("--episodes", type=int, default=8, help="of --untrained, in each world")
     parser.add_argument("--draw", action="store_true", help="only draw the figure, from the results that are there")
     args = parser.parse_args()
     if args.draw:
-        return draw(saved("agents.json"))
+        return draw(args.name)
     if args.untrained:
         return untrained(args)
     arms = [arm for arm in ARMS if args.arms is None or arm.replace(" ", "-") in args.arms]
@@ -503,9 +504,9 @@ def main() -> None:
         for run in (models["start"], models["teacher"], *(run for runs in models["arms"].values() for run in runs)):
             if "failed" not in run:
                 run["summary"] = summary(run)
-    settings = {key: value for key, value in vars(args).items() if key not in ("directory", "draw", "workers", "worlds", "arms", "untrained", "episodes")}  # fmt: skip
-    save("agents.json", {"settings": settings, "worlds": worlds})
-    return draw(saved("agents.json"))
+    settings = {key: value for key, value in vars(args).items() if key not in ("directory", "name", "draw", "workers", "worlds", "arms", "untrained", "episodes")}  # fmt: skip
+    save(f"{args.name}.json", {"settings": settings, "worlds": worlds})
+    return draw(args.name)
 
 
 def tell(name: str, values: dict[str, Any]) -> None:
@@ -517,30 +518,32 @@ def tell(name: str, values: dict[str, Any]) -> None:
     print(f"{name}:{cost} {found}", flush=True)
 
 
-def draw(results: dict[str, Any]) -> None:
+def draw(name: str) -> None:
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    worlds = results["worlds"]
-    figure, axes = plt.subplots(len(worlds), 2, figsize=(10, 3.6 * len(worlds)), squeeze=False)
-    for (world, found), row in zip(worlds.items(), axes, strict=True):
+    worlds = saved(f"{name}.json")["worlds"]
+    figure, axes = plt.subplots(len(worlds), 3, figsize=(11, 3.6 * len(worlds)), width_ratios=(5, 5, 1), squeeze=False)
+    for (world, found), (left, right, beside) in zip(worlds.items(), axes, strict=True):
         lines = {"start": [found["start"]], "teacher": [found["teacher"]], **found["arms"]}
-        for number, (name, every) in enumerate(lines.items()):
+        for number, (line, every) in enumerate(lines.items()):
             runs = [run for run in every if "failed" not in run]
-            style = {"color": "black", "linestyle": "--" if name == "start" else ":"} if number < 2 else {"color": f"C{number - 2}"}  # fmt: skip
-            if runs and name != "teacher":
-                curve(row[0], [by_turn(run["own"], 2) for run in runs], name, style)
+            style = {"color": "black", "linestyle": "--" if line == "start" else ":"} if number < 2 else {"color": f"C{number - 2}"}  # fmt: skip
+            if runs and line != "teacher":
+                curve(left, [by_turn(run["own"], 2) for run in runs], style)
             if runs:
-                curve(row[1], [success(world, run["own"]) for run in runs], name, style)
+                curve(right, [success(world, run["own"]) for run in runs], style)
+            beside.plot([], [], label=line, **style)
         what = "episodes solved by this turn" if world == "grid" else "right answers"
-        row[0].set(title=f"{world}: KL to the teacher", xlabel="turn", ylabel="nats per token", yscale="log")
-        row[1].set(title=f"{world}: {what}", xlabel="turn", ylim=(0, 1))
-        row[0].grid(alpha=0.3)
-        row[1].grid(alpha=0.3)
-        row[0].legend(fontsize=7)
-    save_figure(figure, axes[-1][-1], "agents.svg")
+        left.set(title=f"{world}: KL to the teacher", xlabel="turn", ylabel="nats per token", yscale="log")
+        right.set(title=f"{world}: {what}", xlabel="turn", ylim=(0, 1))
+        for axis in (left, right):
+            axis.grid(alpha=0.3)
+            axis.xaxis.get_major_locator().set_params(integer=True)
+        beside.set_axis_off()
+    save_figure(figure, axes[-1][-1], f"{name}.svg")
 
 
 def by_turn(own: dict[str, Any], column: int) -> list[float]:
@@ -555,13 +558,12 @@ def success(world: str, own: dict[str, Any]) -> list[float]:
     return by_turn(own, 1)
 
 
-def curve(axis: Any, lines: list[list[float]], name: str, style: dict[str, Any]) -> None:
+def curve(axis: Any, lines: list[list[float]], style: dict[str, Any]) -> None:
     """The mean over seeds, and each seed as a thin line."""
     places = range(1, len(lines[0]) + 1)
-    if len(lines) > 1:
-        for line in lines:
-            axis.plot(places, line, linewidth=0.6, alpha=0.4, **style)
-    axis.plot(places, [mean(values) for values in zip(*lines, strict=True)], label=name, **style)
+    for line in lines if len(lines) > 1 else ():
+        axis.plot(places, line, linewidth=0.6, alpha=0.3, **style)
+    axis.plot(places, [mean(values) for values in zip(*lines, strict=True)], **style)
 
 
 if __name__ == "__main__":

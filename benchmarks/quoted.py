@@ -18,6 +18,7 @@ from typing import Any
 ROOT = Path(__file__).parent.parent
 STUDIES = ("tiny", "smol", "smol-rest", "smol-long", "smol-more", "smol-strong")
 PHASES = ("sample", "score", "update")
+DRIFT = ("solved", "right_clean", "right_after", "kl", "kl_clean", "kl_after", "kl_oracle")  # columns of its tables
 
 
 def result(name: str) -> Any:
@@ -59,6 +60,45 @@ def agents() -> Iterator[str]:
     rates = result("episodes")["tokens_per_second"]
     first, second = (slow / instant for slow, instant in zip(rates["slow"], rates["instant"], strict=True))
     yield f"{first:.2f} and {second:.2f} times those with an instant tool"
+
+
+def drift() -> Iterator[str]:
+    for models in result("agents")["worlds"].values():
+        yield from drift_rows(models)
+    grid, dialogue = (result("agents")["worlds"][world] for world in ("grid", "dialogue"))
+    start = grid["start"]["summary"]
+    yield f"{start['kl_after'] / start['kl_clean']:.2f} times as high"
+    yield f"right {start['right_clean']:.2f} of the time before it and {start['right_after']:.2f} after it"
+    yield f"{start['kl'] / start['kl_oracle']:.2f} times the KL after the oracle's turns"
+    yield f"from {start['teacher_first_clean']:.2f} to {start['teacher_first_after']:.2f}"
+    first, every = (of_arm(grid, arm, "kl_late") for arm in ("first turn", "all turns"))
+    yield f"{first:.2f} at {start['kl_late']:.2f} of the start ({every:.2f} with *all turns*)"
+    yield f"{of_arm(grid, 'all turns', 'kl_after') / of_arm(grid, 'all turns', 'kl_clean'):.2f} times"
+    solved = {arm: [run["summary"]["solved"] for run in runs] for arm, runs in grid["arms"].items()}
+    yield f"solves {mean(solved['one turn']) - mean(solved['all turns']):.2f} fewer than *one turn*"
+    yield f"*forward* solves {mean(solved['forward']) - mean(solved['all turns']):.2f} more"
+    for arm in ("forward", "backward", "first turn", "one turn", "score"):
+        points = [100 * (one - other) for one, other in zip(solved[arm], solved["all turns"], strict=True)]
+        by_seed = ", ".join(f"{one:+.0f}" for one in points)
+        yield f"*{arm}* {mean(points):+.0f} ({by_seed})".replace("-", "−")
+    begun = dialogue["start"]["summary"]
+    yield f"{begun['kl_after'] / begun['kl_clean']:.2f} times as high after a mistake"
+    yield " and ".join(f"{of_arm(dialogue, arm, 'right'):.2f}" for arm in ("first turn", "all turns"))
+
+
+def drift_rows(models: Any) -> Iterator[str]:
+    for name, runs in {"start": [models["start"]], "teacher": [models["teacher"]], **models["arms"]}.items():
+        found = {key: [run["summary"][key] for run in runs] for key in runs[0]["summary"]}
+        cells = {key: f"{mean(values):.2f}" for key, values in found.items()}
+        for key in ("solved", "kl"):
+            if len(runs) > 1:
+                cells[key] += f" ({min(found[key]):.2f} to {max(found[key]):.2f})"
+        steps = f"{mean(run['steps'] for run in runs):.0f}" if "steps" in runs[0] else ""
+        yield f"| {name} | {steps} | {' | '.join(cells[key] for key in DRIFT)} |"
+
+
+def of_arm(models: Any, arm: str, key: str) -> float:
+    return mean(run["summary"][key] for run in models["arms"][arm])
 
 
 def divergences() -> Iterator[str]:
@@ -379,6 +419,11 @@ def findings() -> Iterator[str]:
     yield f"OPD {spread(recovery['sft, recovery by opd']['after_of_peak'], 2)} of the peak, RL {spread(recovery['sft, recovery by rl']['after_of_peak'], 2)}"
     teachers = result("added-teachers")["teachers"].values()
     yield ", ".join(f"{entry['mean']['value']:.3f}" for entry in teachers)
+    grid = result("agents")["worlds"]["grid"]
+    yield f"{of_arm(grid, 'all turns', 'kl'):.2f} on the student's own turns, {of_arm(grid, 'all turns', 'kl_oracle'):.2f} after the oracle's"
+    every, first, forward = (of_arm(grid, arm, "solved") for arm in ("all turns", "first turn", "forward"))
+    start = grid["start"]["summary"]["solved"]
+    yield f"solves {every:.2f} of the grid's episodes, the start {start:.2f}, OPD on the first turn {first:.2f}, and {forward:.2f} with turns"
     weights = result("beyond-teacher")["outcome_weights"]
     yield f"{weights['3']['mean']:.3f} against {weights['0']['mean']:.3f}"
     studies = result("self-distillation")["studies"]
@@ -421,6 +466,7 @@ def side_by_side() -> Iterator[str]:
 
 
 PAGES = {
+    "docs/evidence/agents.md": drift,
     "README.md": readme, "docs/evidence.md": findings, "docs/evidence/specialists.md": specialists, "docs/evidence/rl.md": rl, "docs/evidence/labs.md": labs,
     "docs/evidence/small-studies.md": small_studies, "docs/evidence/side-by-side.md": side_by_side, "docs/performance.md": performance, "docs/divergences.md": divergence_table,
     "docs/async.md": asynchronous, "docs/agents.md": agents, "docs/policy-gradients.md": policy_gradients,
