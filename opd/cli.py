@@ -134,6 +134,7 @@ def add_commands(app: typer.Typer) -> None:
     app.command("report")(_report)
     app.command("view")(_view)
     app.command("plot")(_plot)
+    app.command("rollouts")(_rollouts)
 
 
 def _report(
@@ -171,6 +172,88 @@ def _plot(
     from opd.report.plot import plot_runs
 
     print(plain(f"wrote {plot_runs(runs, metric, out, smooth=smooth, width=width)}"))
+
+
+class RolloutOrder(StrEnum):
+    newest = "newest"
+    oldest = "oldest"
+    length = "length"
+    shortest = "shortest"
+    reward = "reward"
+    worst = "worst"
+    kl = "kl"
+    log_ratio = "log_ratio"
+    largest_ratio = "largest_ratio"
+
+
+def _rollouts(
+    run: Annotated[Path, typer.Argument(help="A run directory, of a live or finished run.")],
+    domain: Annotated[str | None, typer.Option()] = None,
+    stage: Annotated[str | None, typer.Option(help="Of a pipeline.")] = None,
+    right: Annotated[bool, typer.Option("--right", help="Full reward.")] = False,
+    wrong: Annotated[bool, typer.Option("--wrong", help="Less than full reward.")] = False,
+    steps: Annotated[
+        str | None,
+        typer.Option(metavar="FROM:TO", help="Whose weights wrote the last token, for example 10:20 or 300:"),
+    ] = None,
+    min_length: Annotated[int | None, typer.Option(min=0, help="Tokens of the answer.")] = None,
+    max_length: Annotated[int | None, typer.Option(min=0)] = None,
+    stop: Annotated[str | None, typer.Option(help="How it ended: stop, length or env.")] = None,
+    prompt: Annotated[str | None, typer.Option(metavar="ID", help="Answers to one prompt.")] = None,
+    teacher: Annotated[str | None, typer.Option(help="Which teacher scored it.")] = None,
+    source: Annotated[str | None, typer.Option(help="student, data, teacher:NAME, …")] = None,
+    author: Annotated[
+        str | None, typer.Option(help="With a token of student, teacher, data, env, …; reads the log.")
+    ] = None,
+    text: Annotated[str | None, typer.Option(help="In the prompt or the answer; reads the log.")] = None,
+    sort: Annotated[RolloutOrder, typer.Option(help="Largest first; kl, log_ratio, largest_ratio: disagreement.")] = (
+        RolloutOrder.newest
+    ),
+    show: Annotated[int, typer.Option(min=1, max=200, help="So many rows.")] = 20,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Find rollouts: filter and sort every answer of a run, and show where student and teacher are furthest apart."""
+    from opd.common.files import json_text
+    from opd.report.browse import find_rollouts
+
+    if right and wrong:
+        raise UserError("--right and --wrong: no rollout is both. Give one of them.")
+    given = {
+        "domain": domain, "stage": stage, "stop": stop, "prompt": prompt, "teacher": teacher, "source": source, "author": author,
+        "text": text, "reward": "right" if right else "wrong" if wrong else None, "length_from": min_length, "length_to": max_length,
+        **_versions(steps), "sort": sort.value, "limit": show,
+    }  # fmt: skip
+    found = find_rollouts(run, {key: str(value) for key, value in given.items() if value is not None})
+    for note in found["notes"]:
+        _to_stderr(note)
+    print(json_text(found, indent=1)) if as_json else _show_rollouts(found)
+
+
+def _versions(steps: str | None) -> dict[str, int]:
+    """FROM:TO as versions of the weights: step 1 samples with version 0."""
+    if steps is None:
+        return {}
+    match = re.fullmatch(r"(\d{0,9}):(\d{0,9})|(\d{1,9})", steps)
+    if match is None or steps == ":":
+        raise UserError(f"--steps {steps!r}: expected FROM:TO, for example 10:20, 300: or 12.")
+    first, last = (match[3], match[3]) if match[3] else (match[1], match[2])
+    return {key: int(value) - 1 for key, value in (("version_from", first), ("version_to", last)) if value}
+
+
+def _show_rollouts(found: dict[str, Any]) -> None:
+    from rich.console import Console
+    from rich.text import Text
+
+    from opd.report.browse import rollout_lines
+
+    console, styles = Console(highlight=False), {"before": "", "token": "bold reverse", "after": ""}
+    for number, row in enumerate(found["rows"], start=1):
+        facts, strip = rollout_lines(row)
+        console.print(Text(f"{number}. {facts}", style="bold"), soft_wrap=True)
+        console.print(Text(f"   {plain(row['id'])}", style="dim"), soft_wrap=True)
+        console.print(Text.assemble("   ", *((words, styles[part]) for part, words in strip)), soft_wrap=True)
+    matching = "more match" if found["more"] else f"{found['total']:,} match"
+    _to_stderr(f"{len(found['rows']):,} shown; {matching}, of {found['all']:,} rollouts")
 
 
 # opd diagnose

@@ -26,7 +26,7 @@ CREDENTIALS = re.compile(r"(://)[^/\s@'\"]+@")
 
 def run_facts(directory: str | Path, *, whole: bool = False) -> dict[str, Any]:
     """Everything that the page shows of a run. `whole`: curves keep all points, for print."""
-    _require_run(Path(directory))
+    require_run(Path(directory))
     root = Path(directory).absolute()
     resolved, changes = read_resolved(root, recipe_file(root).name), changes_of(root)
     checked = lines_checked(root)
@@ -59,7 +59,7 @@ def run_facts(directory: str | Path, *, whole: bool = False) -> dict[str, Any]:
     return {**found, "words": words, "gains": [gain._asdict() for gain in gains(found)]}
 
 
-def _require_run(directory: Path) -> None:
+def require_run(directory: Path) -> None:
     """Reject a path that is not a run directory."""
     if directory.is_dir() and (directory / "resolved.yaml").exists():
         return

@@ -27,10 +27,11 @@ from opd.common.files import line_of, sha256, write_sealed
 from opd.common.process_identity import is_running, this_process
 from opd.evaluation import Measures
 from opd.models.load import TINY_ROOT
+from opd.report.browse import RolloutBrowser
 from opd.report.facts import run_facts, stage_graph
 from opd.report.page import page, run_html, write_report
 from opd.report.plot import plot_runs
-from opd.report.view import RolloutBrowser, ViewServer
+from opd.report.view import ViewServer
 from opd.runner.directory import Run
 from opd.runner.lock import RunLock
 from opd.runner.results import StageResult
@@ -373,7 +374,7 @@ def test_the_live_page_is_for_who_has_its_address(tmp_path: Path) -> None:
         with (root / "metrics.jsonl").open("a", encoding="utf-8") as file:
             file.write(line_of({"step": 13, "stage": "main", "loss": 1.0}))
         assert json.loads(get(f"{token}/api/run?since={stamp}")[1])["runs"][0]["stages"][0]["steps"] == 13
-        found = json.loads(get(f"{token}/api/rollouts?domain=a&reward=right&limit=3&sort=longest")[1])
+        found = json.loads(get(f"{token}/api/rollouts?domain=a&reward=right&limit=3&sort=length")[1])
         assert (found["all"], len(found["rows"])) == (30, 3)
         assert {row["domain"] for row in found["rows"]} == {"a"}
         assert [row["length"] for row in found["rows"]] == sorted(

@@ -11,7 +11,7 @@ import pytest
 import opd
 from opd.common.errors import RecipeError, StoreError, TrainingError, UserError
 from opd.recipe import load_recipe
-from opd.report.view import RolloutBrowser
+from opd.report.browse import RolloutBrowser
 from opd.runner import pipeline
 from opd.runner.checkpoint import StageCheckpoints
 from opd.store import RolloutStore, iterate

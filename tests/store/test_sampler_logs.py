@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from opd.common.errors import RunDirectoryError, StoreError
-from opd.report.view import RolloutBrowser
+from opd.report.browse import RolloutBrowser
 from opd.store import RolloutStore
 from opd.store import log as log_module
 from opd.store import repair as repair_module

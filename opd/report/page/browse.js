@@ -24,7 +24,7 @@ function browser() {
     const pick = (name) => (found.values[name].length > 1 || given[name] ? choose(name, [ANY, ...found.values[name]], given[name] || ANY, (value) => set(name, value)) : null);
     const input = (label, name, width) => el("label", {}, label, el("input", { type: "number", value: given[name] ?? "", style: { width }, onchange: (event) => set(name, event.target.value) }));
     replace(filters, pick("domain"), pick("teacher"), pick("source"), pick("stop"), choose("reward", [ANY, "right", "wrong", "none"], given.reward || ANY, (value) => set("reward", value)), input("version from", "version_from", "72px"), input("length from", "length_from", "72px"),
-      choose("sort", ["newest", "oldest", "longest", "shortest", "best", "worst"], state.sort, (value) => { state.sort = value; state.offset = 0; ask(); }), count);
+      choose("sort", ["newest", "oldest", "length", "shortest", "reward", "worst", "kl", "log_ratio", "largest_ratio"], state.sort, (value) => { state.sort = value; state.offset = 0; ask(); }), count);
   };
   const draw = () => {
     const found = state.found;
