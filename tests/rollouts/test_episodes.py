@@ -36,6 +36,7 @@ from opd.rollouts.episodes import (
 from opd.rollouts.rollouter import MemorySink, answers, draw_into
 from opd.store import RolloutStore
 from opd.store.rollouts import Replay
+from tests.support.chat_templates import OWN, template_tokenizer
 
 
 class ScriptedSampler:
@@ -320,6 +321,38 @@ def test_a_step_that_cannot_be_used_loses_the_rollout(how: str, kind: type[Faili
     _, notes = play(kind(how=how), tokenizer, ["a"])
     assert notes["p0"]["lost"] == notes["p0"]["errors"] == 1
     assert STEPS[how][1] in notes["p0"]["feedback"]
+
+
+class Rude(Environment):
+    """Speaks for the student."""
+
+    name = "rude"
+
+    def open(self, prompt: Prompt, key: int) -> Episode:
+        return RudeEpisode()
+
+
+class RudeEpisode(Episode):
+    def step(self, turn: Turn) -> Step:
+        return says("x", role="assistant")
+
+
+@pytest.mark.parametrize("history", ["keep", "split"])
+def test_messages_that_the_template_rejects_lose_the_rollout(history: Any) -> None:
+    tokenizer, _ = template_tokenizer(OWN["alternating"])
+    tokenizer.eos_token = "<end_of_turn>"
+    _, notes = play(Rude(history=history), tokenizer, ["a", "b"])
+    assert notes["p0"]["lost"] == notes["p0"]["errors"] == 1
+    assert "roles must alternate" in notes["p0"]["feedback"]
+
+
+def test_one_turn_needs_no_bridge() -> None:
+    tokenizer, _ = template_tokenizer(OWN["chatml"] + "{{ messages | length }}")
+    tokenizer.eos_token = "<|im_end|>"
+    (rollout,), notes = play(Slow(turns=1), tokenizer, ["a"])
+    assert (rollout.stop, notes["p0"]) == ("env", {"turn_rewards": [1.0]})
+    with pytest.raises(ModelError, match="longer conversation"):
+        play(Slow(turns=2), tokenizer, ["a", "b"])
 
 
 class Greeting(Environment):
