@@ -135,6 +135,7 @@ def add_commands(app: typer.Typer) -> None:
     app.command("view")(_view)
     app.command("plot")(_plot)
     app.command("rollouts")(_rollouts)
+    app.command("compare")(_compare)
 
 
 def _report(
@@ -172,6 +173,25 @@ def _plot(
     from opd.report.plot import plot_runs
 
     print(plain(f"wrote {plot_runs(runs, metric, out, smooth=smooth, width=width)}"))
+
+
+def _compare(
+    runs: RunsGiven,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Compare runs: scores by domain, the recipe keys that differ, and what changed on shared held-out prompts."""
+    from opd.common.files import json_text
+    from opd.report.compare import compare_runs, comparison_tables
+
+    found = compare_runs(runs)
+    if as_json:
+        print(json_text(found, indent=1))
+        return
+    from rich.console import Console
+
+    console = Console()
+    for table in comparison_tables(found):
+        console.print(table)
 
 
 class RolloutOrder(StrEnum):
@@ -595,11 +615,13 @@ def graph(
 
 def _model(name: str) -> str:
     """A model, or the last checkpoint of a run directory, which is printed."""
+    from opd.models.load import require_model
     from opd.runner.directory import model_named
 
     found = model_named(name)
     if found != name:
         print(plain(f"{name} is a run: its last checkpoint is {found}"), file=sys.stderr)
+    require_model(found)
     return found
 
 
@@ -699,13 +721,13 @@ def chat(
     ] = None,
 ) -> None:
     """Chat with a model, and compare a teacher; one question per line, until the end of the input."""
+    model, against = _model(model), None if against is None else _model(against)
     from rich.console import Console
 
     from opd.runner.chat import Conversation, chosen_environment, converse, questions
     from opd.runner.checks import pick_device
 
     played = chosen_environment(environment, plugins or ())
-    model, against = _model(model), None if against is None else _model(against)
     place, said = str(pick_device(device)), {"max_new_tokens": max_new_tokens, "temperature": temperature, "seed": seed}
     talk = Conversation(model, against, console=Console(highlight=False), device=place, environment=played, **said)  # type: ignore[arg-type]
     converse(talk, questions(lambda: input("you> " if sys.stdin.isatty() else "")))

@@ -14,6 +14,7 @@ from __future__ import annotations
 import logging
 import re
 import unicodedata
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -61,6 +62,29 @@ def inline_code(text: object) -> str:
     shown = plain(text)
     fence = "`" * (1 + max((len(run) for run in re.findall("`+", shown)), default=0))
     return f"{fence}{shown}{fence}" if len(fence) == 1 and shown.strip() else f"{fence} {shown} {fence}"
+
+
+def whole_pieces(ids: Sequence[int], decode: Callable[[list[int]], str]) -> list[str]:
+    """The text of each token. Where a character is made of several tokens, the last one has it, and the others are empty."""
+    found, part = [], list[int]()
+    for number in ids:
+        part.append(number)
+        text = decode(part)
+        if text.endswith("\ufffd") and len(part) < 4:  # UTF-8 has at most four bytes a character
+            found.append("")
+            continue
+        found.append(text)
+        part = []
+    if part:
+        found[-1] = decode(part)
+    return found
+
+
+def split_pieces(ids: Sequence[int], texts: Mapping[str, str], decode: Callable[[list[int]], str]) -> dict[str, str]:
+    """Place -> piece, for tokens that are only a part of a character. `texts`: id -> its text alone."""
+    parts = [at for at, number in enumerate(ids) if "\ufffd" in texts[str(number)]]
+    whole = whole_pieces(ids, decode) if parts else []
+    return {str(at): whole[at] for at in parts}
 
 
 class PlainFormatter(logging.Formatter):

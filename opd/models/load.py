@@ -227,6 +227,15 @@ def require_hub(name: str, location: Location) -> None:
         )
 
 
+def require_model(name: str) -> None:
+    """Fail before torch is imported if there is no such model on this machine and the hub does not answer."""
+    if Path(name).suffix == ".gguf":  # which is converted when it is loaded
+        return
+    location = locate(name)
+    if location.on_hub:
+        require_hub(name, location)
+
+
 def _require_causal(name: str, config: Any) -> None:
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL
 

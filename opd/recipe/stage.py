@@ -238,6 +238,12 @@ class Eval(BaseModel):
     early_stop: Annotated[StopRule, STOP_RULES] | None = Field(
         None, description="when to stop before the last step: patience, target, or a rule of your own"
     )
+    answers: Literal["all"] | Count = Field(
+        "all", description="answers per domain that every evaluation writes to answers.jsonl: all, or so many; 0: none"
+    )
+    answers_mib: Positive = Field(
+        64, le=1 << 20, description="MiB of answers.jsonl; beyond it answers are written without their texts"
+    )
     plateau: Positive = Field(
         3, description="evaluations without a better metric that a coefficient's `until: plateau` waits for"
     )

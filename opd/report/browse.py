@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from opd.common.errors import RunDirectoryError, UserError
-from opd.common.text import plain
+from opd.common.text import plain, split_pieces, whole_pieces
 from opd.models.load import tokenizer_file
 from opd.recipe.paths import read_resolved
 from opd.recipe.stage import MERGED
@@ -161,13 +161,17 @@ class RolloutBrowser:
             "id": rollout.id,
             "ids": ids,
             "author": rollout.author[:SHOWN].tolist(),
-            "texts": {str(index): self.text([index]) for index in set(ids)},
+            **self._texts(ids),
             "teacher": scored.teacher if scored is not None else "",
             "student": student.tolist(),
             "teacher_logprob": teacher.tolist(),
             "ratio": (student - teacher).tolist(),
             "left_out": max(rollout.response_ids.size - SHOWN, 0),
         }
+
+    def _texts(self, ids: list[int]) -> dict[str, Any]:
+        texts = {str(index): self.text([index]) for index in set(ids)}
+        return {"texts": texts, "pieces": split_pieces(ids, texts, self.text)}
 
     def _reader(self, asked: Mapping[str, str]) -> Callable[[Rollout], bool] | None:
         """A test of what only the log has; None: nothing of it was asked for."""
@@ -217,22 +221,6 @@ class RolloutBrowser:
         if model.startswith(MERGED):  # created at the start of the stage
             model = str(self._root / "merged" / model.removeprefix(MERGED))
         return tokenizer_file(model, student.get("revision"))
-
-
-def whole_pieces(ids: Sequence[int], decode: Callable[[list[int]], str]) -> list[str]:
-    """The text of each token. Where a character is made of several tokens, the last one has it, and the others are empty."""
-    found, part = [], list[int]()
-    for number in ids:
-        part.append(number)
-        text = decode(part)
-        if text.endswith("\ufffd") and len(part) < 4:  # UTF-8 has at most four bytes a character
-            found.append("")
-            continue
-        found.append(text)
-        part = []
-    if part:
-        found[-1] = decode(part)
-    return found
 
 
 def _mask(index: Any, rows: np.ndarray, asked: Mapping[str, str]) -> np.ndarray:

@@ -15,10 +15,12 @@ from opd.monitors.monitor import Monitor, with_estimates
 from opd.recipe import STAGE_PREFIX
 from opd.recipe.paths import read_resolved
 from opd.recipe.run_changes import changes_in_words, changes_of, recipe_file
+from opd.report.answers import first_answers, flips_of_stages
 from opd.report.words import gains, in_words
 
 POINTS = 1000  # of a curve
 SAMPLES = 600  # completions in a page
+ANSWER_BYTES = 1 << 20  # of answers to held-out questions in a page
 TOKEN_BYTES = 12 << 20  # of completions that a page shows token by token
 DOMAIN = "DOMAIN"  # in what monitors read: one metric of every domain
 CREDENTIALS = re.compile(r"(://)[^/\s@'\"]+@")
@@ -29,25 +31,24 @@ def run_facts(directory: str | Path, *, whole: bool = False) -> dict[str, Any]:
     require_run(Path(directory))
     root = Path(directory).absolute()
     resolved, changes = read_resolved(root, recipe_file(root).name), changes_of(root)
-    checked = lines_checked(root)
-    metrics, samples, tokens, answers, monitors = (
-        read_lines(root / f"{name}.jsonl", checked=checked).whole
-        for name in ("metrics", "samples", "tokens", "answers", "monitors")
-    )
-    summary = _json(root / "summary.json")
-    ended, differences = checked_stages(root, summary)
-    stages = _stages(root, resolved, ended, metrics)
+    samples, tokens, answers, monitors = (_lines(root, name) for name in ("samples", "tokens", "answers", "monitors"))
+    metrics, stages, status, differences = results_of(root, resolved)
+    flips = flips_of_stages(answers)
+    for stage in stages:
+        for domain, evals in stage["evals"].items():
+            if domain in flips.get(stage["name"], {}):
+                evals["flips"] = flips[stage["name"]][domain].to_json()
     shown = samples if whole else _spread(samples, SAMPLES)
     found = {
         "name": root.name,
         "recipe": resolved.get("name", root.name),
-        "status": summary.get("status", "running" if is_running(root) else "cut off"),
+        "status": status,
         "stages": stages,
         "graph": stage_graph(resolved.get("stages", [])),
         "metrics": _columns(_earlier_steps(metrics, stages), None if whole else POINTS),
         "samples": shown,
         "tokens": _within(tokens, {line.get("id") for line in shown}, None if whole else TOKEN_BYTES),
-        "answers": answers,
+        "answers": answers if whole else first_answers(answers, ANSWER_BYTES),
         "monitors": [line for line in monitors if "words" in line],
         **_watched(resolved, metrics),
         "diagnose": _json(root / "diagnose.json"),
@@ -57,6 +58,20 @@ def run_facts(directory: str | Path, *, whole: bool = False) -> dict[str, Any]:
     changed = [f"Changed during the run: {line}." for line in changes_in_words(changes, len(stages))]
     words = " ".join([in_words(found), *changed, *differences])
     return {**found, "words": words, "gains": [gain._asdict() for gain in gains(found)]}
+
+
+def results_of(
+    root: Path, resolved: Mapping[str, Any]
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]], str, list[str]]:
+    """The metrics of a run, its stages with their results, its status, and what is wrong with its summary."""
+    summary, metrics = _json(root / "summary.json"), _lines(root, "metrics")
+    ended, differences = checked_stages(root, summary)
+    status = summary.get("status", "running" if is_running(root) else "cut off")
+    return metrics, _stages(root, resolved, ended, metrics), str(status), differences
+
+
+def _lines(root: Path, name: str) -> list[dict[str, Any]]:
+    return read_lines(root / f"{name}.jsonl", checked=lines_checked(root)).whole
 
 
 def require_run(directory: Path) -> None:

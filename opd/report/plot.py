@@ -55,7 +55,7 @@ def plot_runs(runs: Sequence[Path], metrics: Sequence[str], to: Path, *, smooth:
                     "color": COLOURS[number % len(COLOURS)],
                     "linestyle": LINES[number // len(COLOURS) % len(LINES)],
                 }
-                axis.plot(steps, smoothed(values, smooth), label=_shown(label), linewidth=1.3, **style)
+                axis.plot(steps, smoothed(steps, values, smooth), label=_shown(label), linewidth=1.3, **style)
             axis.set_ylabel(_shown(NAMES.get(pattern, pattern)))
             axis.grid(alpha=0.25, linewidth=0.6)
             if len(lines) > 1:
@@ -100,13 +100,21 @@ def _or_estimate(metrics: Mapping[str, list[Any]], name: str) -> list[Any]:
     return [estimate if value is None else value for value, estimate in pairs]
 
 
-def smoothed(values: Sequence[float], count: int) -> list[float]:
-    """Mean of each value and up to `count` - 1 before it.
+def smoothed(steps: Sequence[int], values: Sequence[float], count: int) -> list[float]:
+    """Mean of the values of each step and the `count` - 1 steps before it, however many of them have a value.
 
-    >>> smoothed([1, 3, 5], 2)
+    >>> smoothed([1, 2, 3], [1, 3, 5], 2)
+    [1.0, 2.0, 4.0]
+    >>> smoothed([10, 20, 30], [1, 3, 5], 11)
     [1.0, 2.0, 4.0]
     """
-    return [sum(part := values[max(0, end - count) : end]) / len(part) for end in range(1, len(values) + 1)]
+    means, first = [], 0
+    for last, step in enumerate(steps):
+        while steps[first] <= step - count:
+            first += 1
+        part = values[first : last + 1]
+        means.append(sum(part) / len(part))
+    return means
 
 
 def _shown(text: str) -> str:

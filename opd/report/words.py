@@ -116,7 +116,7 @@ def _signs(metrics: Mapping[str, Sequence[Any]], stage: str) -> Iterator[str]:
     if len(mine) == 1 and (only := metrics.get("reverse_kl", [None])[mine[0]]) is not None:
         yield f"The divergence from the teacher is {only:.3g} nats per token."
     if (found := ends("reverse_kl")) is not None:
-        yield f"The divergence from the teacher {_moved(*found)} from {found[0]:.3g} to {found[1]:.3g} nats per token."
+        yield f"The divergence from the teacher {_moved(*found)} from {found[0]:.3g} to {found[1]:.3g} nats per token (means of its first and last tenth)."
     if (found := ends("truncated")) is not None and found[1] > 0.05:
         yield f"{found[1]:.0%} of the last answers were cut off at the length limit ({found[0]:.0%} of the first)."
     if (found := ends("response_length")) is not None and found[0] > 0 and not 0.7 < found[1] / found[0] < 1.5:

@@ -76,7 +76,7 @@ class Run:
 
     @property
     def answers(self) -> list[dict[str, Any]]:
-        """Answers to a few held-out questions at every evaluation; step 0 is before training."""
+        """Answers to held-out questions at every evaluation; step 0 is before training."""
         return self._lines("answers.jsonl")
 
     @property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import os
@@ -262,7 +263,7 @@ STUDENT = "student"  # author of answers in answers.jsonl; for a teacher: teache
 
 
 class Evaluator:
-    """`answered`: a few answers to held-out questions that are not written to a file yet."""
+    """`answered`: answers to held-out questions that are not written to a file yet."""
 
     def __init__(self, parts: StageParts) -> None:
         self.parts = parts
@@ -328,7 +329,7 @@ class Evaluator:
             return self._measure(self.parts.samplers.of(here), who)
 
     def _measure(self, sampler: TokenSampler, who: str) -> dict[str, Measures]:
-        """Measures by domain; empty without questions. Keeps a few answers to write them down."""
+        """Measures by domain; empty without questions. Keeps answers to write them down."""
         parts = self.parts
         if not parts.questions:
             return {}
@@ -357,14 +358,15 @@ class Evaluator:
         )
 
     def _keep(self, who: str, domain: str, samples: Sequence[Sample], results: Sequence[RewardResult]) -> None:
-        """Keep answers to the same few questions every time, so that evaluations can be compared."""
-        parts = self.parts
-        asked = parts.questions[domain][: parts.spec.log.samples] if parts.ranks.leads else ()
+        """Keep answers to the same questions every time, so that evaluations can be compared."""
+        parts, count = self.parts, self.parts.spec.eval.answers
+        asked = parts.questions[domain][: None if count == "all" else count] if parts.ranks.leads else ()
         self.answered += [
             {
                 "who": who,
                 "domain": domain,
                 "prompt_id": question.prompt.id,
+                "question": question_hash(question.prompt),
                 "prompt": parts.student.tokenizer.decode(question.prompt_ids.tolist()),
                 "response": sample.transcript or sample.text,
                 "reward": result.reward,
@@ -372,6 +374,12 @@ class Evaluator:
             }
             for question, sample, result in zip(asked, samples, results, strict=False)
         ]
+
+
+def question_hash(prompt: Prompt) -> str:
+    """The same for the same question, whatever the template and the tokenizer: runs are compared on questions they share."""
+    said = json.dumps([prompt.text, prompt.messages], sort_keys=True, default=str)
+    return hashlib.sha256(said.encode(errors="surrogatepass")).hexdigest()[:12]
 
 
 # --- The start-up table: compares every teacher with the student on a few answers before the first step ---

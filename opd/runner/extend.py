@@ -44,7 +44,7 @@ from opd.store import RolloutStore
 EVERY_KEY = frozenset({"checkpoint", "monitors", "hub"})  # sections in which every key may change
 CHANGEABLE = {  # and the keys of other sections
     "train": frozenset({"steps", "tokens", "lr", "warmup", "schedule", "weight_decay", "clip", "micro_tokens"}),
-    "eval": frozenset({"every", "prompts", "early_stop", "plateau"}),
+    "eval": frozenset({"every", "prompts", "early_stop", "plateau", "answers", "answers_mib"}),
     "log": frozenset({"to", "project", "samples", "samples_every"}),
     "store": frozenset({"commit_ms", "fsync", "retain"}),
 }

@@ -13,7 +13,7 @@ from rich.table import Table
 
 from opd.common.errors import UserError
 from opd.common.files import append_text, json_text, line_of, lines_checked, read_lines, write_atomic
-from opd.common.text import plain
+from opd.common.text import plain, split_pieces
 from opd.evaluation import Measures
 from opd.loop.metrics import StepReport, disagreements, few_per_domain
 from opd.loop.parts import StageParts
@@ -22,6 +22,7 @@ from opd.recipe import Recipe, Stage
 from opd.recipe.run_changes import changes_in_words, changes_of
 from opd.recipe.stage import MERGED
 from opd.records import Rollout
+from opd.report.answers import evaluation_answers, flips_of_stages
 from opd.report.page import write_report
 from opd.rollouts.episodes import transcript
 from opd.runner.checkpoint import LINES
@@ -89,9 +90,16 @@ class Reports:
         report.statistics.clear()
 
     def answers(self, evaluator: Evaluator, step: int) -> None:
-        """Write down answers to a few held-out questions. Step 0 is before training."""
+        """Write down answers to held-out questions, beyond the file's limit without texts. Step 0 is before training."""
+        spec, path = evaluator.parts.spec, self._directory / ANSWERS
+        room = (spec.eval.answers_mib << 20) - (path.stat().st_size if path.is_file() else 0)
         for answer in evaluator.answered:
-            self._write_line("answers.jsonl", {"step": step, "stage": evaluator.parts.spec.name, **answer})
+            values = {"step": step, "stage": spec.name, **answer}
+            line = line_of(values)
+            if len(line.encode()) > room:
+                line = line_of({**values, "prompt": "", "response": "", "left_out": True})
+            room -= len(line.encode())
+            self._append(ANSWERS, line, spec.name, step)
         evaluator.answered.clear()
 
     def page(self) -> None:
@@ -146,12 +154,13 @@ class Reports:
 # {"step": 41, "stage": "main", "id": …, "domain": …, "teacher": NAME, "ids": [T], "author": [T],
 # "student": [T], "teacher_logprob": [T], "ratio": [T], "entropy": [T], "teacher_entropy": [T], "reverse_kl": [T],
 # "student_top": [T x [[id, log-prob], …]], "teacher_top": the same, "texts": {id: text},
+# "pieces": {place: text}, where a character is made of several tokens: the last one has it, the others are empty,
 # "terms": {NAME: {"weight": [T], "advantage": [T], "gates": {NAME: [T]}}}, "left_out": tokens beyond the longest}
 #
 # Log-probs are in nats, untempered, with all stop ids as one event. `ratio` is the student's minus the teacher's. null: unknown.
 
 
-TOKENS = "tokens.jsonl"
+TOKENS, ANSWERS = "tokens.jsonl", "answers.jsonl"
 LONGEST = 4096  # tokens of one completion
 LIMIT = 64 << 20  # bytes of the file
 FIRST = 1 / 16  # fraction of `LIMIT` that may be used from the start
@@ -166,6 +175,7 @@ def room_for(path: Path, progress: float) -> int:
 def token_line(parts: StageParts, step: int, rollout: Rollout, trace: Trace) -> dict[str, Any]:
     ids, part = rollout.response_ids.tolist(), slice(LONGEST)
     used = {*ids[part], *_ids(trace["student_top_ids"][part]), *_ids(trace["teacher_top_ids"][part])}
+    texts = {str(index): parts.student.tokenizer.decode([index]) for index in sorted(used)}
     return {
         "step": step,
         "stage": parts.spec.name,
@@ -180,7 +190,8 @@ def token_line(parts: StageParts, step: int, rollout: Rollout, trace: Trace) -> 
         **{name: _rounded(trace[name][part]) for name in ("entropy", "teacher_entropy", "reverse_kl")},
         "student_top": _top(trace, "student", part),
         "teacher_top": _top(trace, "teacher", part),
-        "texts": {str(index): parts.student.tokenizer.decode([index]) for index in sorted(used)},
+        "texts": texts,
+        "pieces": split_pieces(ids[part], texts, parts.student.tokenizer.decode),
         "terms": {
             name: {
                 key: {gate: _rounded(found[part]) for gate, found in values.items()}
@@ -227,6 +238,11 @@ def write_summary(recipe: Recipe, directory: Path, results: Sequence[StageResult
         "status": status,
         "stages": [result.to_json() for result in results],
     }
+    flips = flips_of_stages(evaluation_answers(directory))
+    for stage in summary["stages"]:
+        for domain, found in flips.get(stage["name"], {}).items():
+            if domain in stage["evals"]:
+                stage["evals"][domain]["flips"] = found.to_json()
     if changes := changes_of(directory):
         summary["changes"] = [
             {"stage": name, **{key: part[key] for key in ("after", "keys", "lr", "schedule")}}
@@ -248,10 +264,11 @@ def alarms_of(directory: Path) -> list[dict[str, Any]]:
 
 def final_words(recipe: Recipe, directory: Path, results: Sequence[StageResult]) -> Iterator[str | Table]:
     """What is shown at the end: a table per stage, changes during the run, the story of a pipeline, and all alarms."""
+    flips = flips_of_stages(evaluation_answers(directory))
     for result in results:
         if result.before:
             yield ""
-            yield results_table(result)
+            yield results_table(result, flips.get(result.name, {}))
     if changes := changes_of(directory):
         yield ""
         yield from (f"changed {line}" for line in changes_in_words(changes, len(recipe.stages)))

@@ -16,6 +16,7 @@ from opd.common.text import cell, plain
 from opd.evaluation import Measures
 from opd.objective.stopping import EvaluationHistory
 from opd.recipe import Recipe, Stage
+from opd.report.answers import Flips
 
 MEASURED = ("before", "after", "weight_average")  # fields of a result that map domains to measures
 PLAIN = ("name", "teacher_of", "tokens", "steps", "seconds", "saved", "best_value", "best_step",
@@ -183,8 +184,8 @@ def normalised(before: Measures, after: Measures | None, teacher: Measures | Non
     return (end - start) / (goal - start)
 
 
-def results_table(result: StageResult) -> Table:
-    """Per domain: student before, every teacher, the weight average, student after, and the normalised gain."""
+def results_table(result: StageResult, flips: Mapping[str, Flips] | None = None) -> Table:
+    """Per domain: student before, every teacher, the weight average, student after, the normalised gain, and what changed."""
     found = next(iter(result.before.values()))
     what = f"pass@1, {'greedy' if found.greedy is not None else 'sampled'}, {found.n} held-out prompts per domain"
     title = Text.assemble(cell(result.name), f": {what}")
@@ -199,12 +200,17 @@ def results_table(result: StageResult) -> Table:
     for name, _ in columns:
         table.add_column(cell(name), justify="right", style="bold" if name == "after" else None)
     table.add_column("norm.", justify="right")
+    changed = {domain: found for domain, found in (flips or {}).items() if domain in result.after}
+    if changed:
+        table.add_column("+/− (p)", justify="right")
     for domain in result.before:
         own = result.teachers.get(result.teacher_of.get(domain, ""))
         cells = [_cell(measures.get(domain), own=measures is own) for _, measures in columns]
         ratio = normalised(result.before[domain], result.after.get(domain), result.teacher_measures(domain))
-        table.add_row(cell(domain), *cells, "–" if ratio is None else f"{ratio:.2f}")
+        more = [flips_in_words(changed.get(domain))] if changed else []
+        table.add_row(cell(domain), *cells, "–" if ratio is None else f"{ratio:.2f}", *more)
     notes = ["norm.: 0 = before, 1 = the domain's own teacher (*)"] if result.teachers else []
+    notes += ["+/−: right only after, right only before; p: McNemar's exact test"] if changed else []
     notes += ["average: plain average of the teachers' weights"] if result.weight_average else []
     notes += [
         f"mean reward of {plain(domain)}, partial credit included: {before.reward:.3g} before, {after.reward:.3g} after"
@@ -214,6 +220,11 @@ def results_table(result: StageResult) -> Table:
     ]
     table.caption, table.caption_justify = Text("\n".join(notes), style="table.caption") if notes else None, "left"
     return table
+
+
+def flips_in_words(found: Flips | None) -> str:
+    """`+12 −3 (0.035)`: gained, lost, and how likely that is by chance."""
+    return "–" if found is None else f"+{found.gained} −{found.lost} ({found.p:.2g})"
 
 
 def _cell(found: Measures | None, own: bool) -> Text:

@@ -362,8 +362,8 @@ def _about_distance(pair: Pair) -> Iterator[Finding]:
             f"cosine {pair.origin:.2f}",
             f"In one measurement (docs/teachers.md) such a teacher brought its student to 0.60 of its level, one with the same origin to 0.94. {ASK}",
         )
-    cold = f"This often still works. {ASK}"
-    if pair.kl is not None and pair.kl > FAR:
-        yield Finding(f"initial KL above {FAR} nats per token", f"{pair.kl:.2g}", cold)
-    if pair.overlap is not None and pair.overlap < APART:
-        yield Finding(f"less than {APART:.0%} of the {K} likeliest tokens agree", f"{pair.overlap:.0%}", cold)
+    cold, of = f"This often still works. {ASK}", f" of {pair.tokens:,} tokens" if pair.tokens else ""
+    if pair.kl is not None and round(pair.kl, 2) > FAR:
+        yield Finding(f"initial KL above {FAR} nats per token", f"{pair.kl:.2g}{of}", cold)
+    if pair.overlap is not None and round(pair.overlap, 2) < APART:
+        yield Finding(f"less than {APART:.0%} of the {K} likeliest tokens agree", f"{pair.overlap:.0%}{of}", cold)

@@ -14,9 +14,10 @@ from tokenizers import Tokenizer
 
 from opd import cli
 from opd.common.errors import OpdError
+from opd.common.text import split_pieces, whole_pieces
 from opd.models.load import TINY_ROOT
 from opd.records import Author, TokenColumns
-from opd.report.browse import find_rollouts, whole_pieces
+from opd.report.browse import find_rollouts
 from opd.store import RolloutStore
 from tests.support.reports import fill_store, make_run
 
@@ -197,3 +198,16 @@ def test_a_character_of_several_tokens_is_whole() -> None:
     assert whole_pieces(letters, decode) == ["a", "", "", "", "🙂", "", "é", "", "", "漢"]
     assert whole_pieces(letters[:3], decode) == ["a", "", "�"]
     assert "".join(whole_pieces(b"\xff\xff\xff\xff\xffa", decode)) == "�" * 5 + "a"
+    texts = {str(one): decode([one]) for one in letters}
+    assert split_pieces(letters, texts, decode) == {
+        "1": "",
+        "2": "",
+        "3": "",
+        "4": "🙂",
+        "5": "",
+        "6": "é",
+        "7": "",
+        "8": "",
+        "9": "漢",
+    }
+    assert split_pieces(b"ab", texts | {str(ord("b")): "b"}, decode) == {}

@@ -12,6 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import opd
+from opd.common.files import append_text, line_of
 from opd.runner import reports
 from tests.support.helpers import save_tiny, tiny_tokenizer
 
@@ -124,7 +125,41 @@ def test_writing_samples_changes_no_update(models: dict[str, str], runs: dict[st
     quiet, told = opd.run(recipe(models, BOTH, samples=0), out=tmp_path / "quiet"), runs["hidden"]
     assert [line["loss"] for line in quiet.metrics] == [line["loss"] for line in told.metrics]
     assert [line["grad_norm"] for line in quiet.metrics] == [line["grad_norm"] for line in told.metrics]
-    assert quiet.tokens == quiet.answers == []
+    assert quiet.tokens == []
+    assert quiet.answers == told.answers  # which `eval.answers` counts
+
+
+def test_every_answer_is_kept(models: dict[str, str], tmp_path: Path) -> None:
+    """Its texts too, until the file is full; `eval.answers` sets how many."""
+    spec = recipe(models, SAMPLED, samples=0) | {"train": {"steps": 1}}
+    spec["eval"] = {"prompts": 5, "teachers": False, "answers_mib": 1}
+
+    def fill(live: opd.Run, metrics: dict[str, Any]) -> None:
+        line = {
+            "step": 1,
+            "stage": "main",
+            "who": "another",
+            "domain": "a",
+            "prompt_id": "x",
+            "prompt": "",
+            "response": "x" * (1 << 20),
+        }
+        append_text(live.directory / "answers.jsonl", line_of(line))
+
+    run = opd.run(spec, out=tmp_path / "run", on_step=fill)
+    ours = [line for line in run.answers if line["who"] == "student"]
+    (stage,) = run.summary["stages"]
+    assert [(line["step"], line["domain"]) for line in ours] == [
+        (step, name) for step in (0, 1) for name in "ab" for _ in range(5)
+    ]
+    assert all(line["prompt"] if line["step"] == 0 else line["left_out"] and not line["response"] for line in ours)
+    for domain, found in stage["evals"].items():
+        flips = found["flips"]
+        assert sum(flips[name] for name in ("kept", "gained", "lost", "missed")) == found["n"] == 5
+        assert (flips["gained"] - flips["lost"]) / 5 == pytest.approx(found["after"] - found["before"]), domain
+    assert "McNemar" in (run.directory / "log.txt").read_text()
+    spec["eval"] = {"prompts": 5, "teachers": False, "answers": 1}
+    assert len(opd.run(spec, out=tmp_path / "one").answers) == 4
 
 
 def test_the_file_stays_small_and_has_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

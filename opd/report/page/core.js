@@ -41,7 +41,7 @@ const percent = (value, digits = 1) => (known(value) ? (100 * value).toFixed(dig
 function number(value, digits = 3) {
   if (!known(value)) return "–";
   const size = Math.abs(value);
-  if (size !== 0 && (size < 1e-3 || size >= 1e6)) return value.toExponential(1);
+  if (size !== 0 && (size < 1e-3 || size >= 1e15)) return value.toExponential(1);
   return size >= 1000 ? Math.round(value).toLocaleString("en") : String(Number(value.toPrecision(digits)));
 }
 function duration(seconds) {

@@ -20,6 +20,7 @@ const measuresOf = (line) => Object.keys(MEASURES).filter((name) => line.ids.som
 const worstOf = (line) => line.ids.map((_, index) => index).filter((index) => known(line.ratio?.[index]) && line.ratio[index] > 0).sort((a, b) => line.ratio[b] - line.ratio[a]);
 const closed = (line, index) => { const terms = Object.values(line.terms || {}); return terms.length > 0 && terms.every((one) => one.weight[index] === 0); };
 const piece = (line, id) => line.texts[id] ?? `[${id}]`;
+const pieceAt = (line, index) => (line.pieces?.[index] === "" ? [el("span", { className: "mark" }, "‥")] : tokenText(line.pieces?.[index] ?? piece(line, line.ids[index]))); // "": the character ends with a later token
 
 function strip(line) {
   const cells = 48, box = el("div", { className: "strip", "aria-hidden": "true" });
@@ -38,10 +39,10 @@ function heat(line, state) {
   const measure = MEASURES[state.measure];
   const tokens = el("div", { className: "tokens", tabIndex: 0, role: "group", "aria-label": "tokens; arrow keys move, n and p jump between the worst" });
   const detail = el("div", { className: "detail" });
-  const nodes = line.ids.map((id, index) => {
-    const value = measure.get(line, index), text = piece(line, id);
+  const nodes = line.ids.map((_, index) => {
+    const value = measure.get(line, index);
     const strong = known(value) && Math.abs(value) >= measure.full / 3 && (!measure.both || value * (measure.sign || 1) > 0);
-    const node = el("span", { className: "token" + (strong ? " strong" : "") + (closed(line, index) ? " off" : ""), style: { backgroundColor: tint(measure, value) } }, tokenText(text));
+    const node = el("span", { className: "token" + (strong ? " strong" : "") + (closed(line, index) ? " off" : ""), style: { backgroundColor: tint(measure, value) } }, pieceAt(line, index));
     node.dataset.index = index;
     return node;
   });
@@ -102,7 +103,7 @@ function tokenDetail(line, index) {
     fact("token", ""), fact("student log p", number(line.student?.[index])), fact("teacher log p", number(line.teacher_logprob?.[index])), fact("log-ratio", number(line.ratio?.[index])),
     fact("KL", number(line.reverse_kl?.[index])), fact("entropy", number(line.entropy?.[index])), fact("teacher's entropy", number(line.teacher_entropy?.[index])),
   ];
-  facts[0].querySelector("b").append(...tokenText(piece(line, line.ids[index])));
+  facts[0].querySelector("b").append(...pieceAt(line, index));
   for (const [name, one] of terms) {
     const label = terms.length > 1 ? ` (${name})` : "";
     facts.push(fact("weight" + label, number(one.weight?.[index])));

@@ -39,7 +39,8 @@ function results(runs) {
 }
 function domainBars(domain, found) {
   const gain = known(found.normalised) ? el("span", { className: "muted", title: "0: as before; 1: as its teacher" }, `${percent(found.normalised, 0)} of the gap`) : null;
-  return el("div", {}, el("div", { className: "domain" }, el("span", {}, visible(domain)), gain), bar("before", "before", found.before, errorOf(found, "before")), known(found.after) ? bar(found.at ? `step ${found.at}` : "after", "after", found.after, errorOf(found, "after")) : null,
+  const flips = found.flips ? el("span", { className: "muted", title: "held-out prompts that were answered right only now, and only before; p of McNemar's exact test" }, `+${found.flips.gained} −${found.flips.lost}, p ${number(found.flips.p, 2)}`) : null;
+  return el("div", {}, el("div", { className: "domain" }, el("span", {}, visible(domain)), gain, flips), bar("before", "before", found.before, errorOf(found, "before")), known(found.after) ? bar(found.at ? `step ${found.at}` : "after", "after", found.after, errorOf(found, "after")) : null,
     known(found.teacher) ? bar("teacher", "teacher", found.teacher, errorOf(found, "teacher")) : null, known(found.weight_average) ? bar("average", "average", found.weight_average) : null);
 }
 function teacherTable(stage) {
