@@ -254,6 +254,15 @@ def test_states_of_other_widths_are_not_compared() -> None:
         trainer.step(trainer.batch(some_rollouts()))
 
 
+def test_layers_of_models_of_other_depths_are_not_compared() -> None:
+    student, teacher = tiny_model(), tiny_model(seed=1, num_hidden_layers=3)
+    student.module.requires_grad_(True)
+    judge = LocalTeacher("judge", "teacher", teacher, 64, STOPS)
+    trainer = opd.Trainer(student, opd.Objective({"form": "representation", "layers": "all"}, judge))
+    with pytest.raises(ModelError, match=r"compares 2 layers of the student with 3 of the teacher\. Use layers: last"):
+        trainer.step(trainer.batch(some_rollouts()))
+
+
 RECIPE: dict[str, Any] = {
     "student": "tiny/generalist",
     "teachers": {"arithmetic": {"model": "tiny/pairs", "view": "bytes"}},
@@ -282,6 +291,10 @@ MIXTURE = {"kind": "mixture", "parts": {"a": "tiny/arithmetic", "b": "tiny/sorti
         ({"teachers": {"arithmetic": MIXTURE}}, "is a mixture, which has no hidden states of its own"),
         ({"teachers": {"arithmetic": MIXTURE}, "modules": {}, "objective": {"form": "representation"}, "rollout": {"prompts": 8}},
          "representation: teachers.arithmetic is a mixture"),
+        ({"modules": {}, "objective": [{"form": "representation", "layers": "all"}, {"form": "representation", "layers": "odd"}]}, "a pass keeps one set"),
+        ({"modules": {}, "objective": {"form": "representation", "layers": "all"}, "train": {"steps": 2, "learn": False}}, "Use layers: last"),
+        ({"teachers": {"arithmetic": {"kind": "served", "address": "http://x", "model": "y"}}, "modules": {}, "objective": {"form": "representation", "layers": "all"}},
+         "representation needs 'layers' of the role 'teacher'"),
     ],
 )  # fmt: skip
 def test_what_cannot_work_is_said_when_the_recipe_is_read(changes: dict[str, Any], message: str) -> None:
