@@ -65,6 +65,9 @@ def agents() -> Iterator[str]:
 def drift() -> Iterator[str]:
     for models in result("agents")["worlds"].values():
         yield from drift_rows(models)
+    yield from drift_rows(longer := result("agents-long")["worlds"]["grid"])
+    late = [f"{of_arm(longer, arm, 'kl_late'):.2f}" for arm in ("first turn", "all turns", "forward")]
+    yield f"its late KL is {late[0]} ({late[1]} with *all turns*, {late[2]} with *forward*)"
     grid, dialogue = (result("agents")["worlds"][world] for world in ("grid", "dialogue"))
     start = grid["start"]["summary"]
     yield f"{start['kl_after'] / start['kl_clean']:.2f} times as high"
@@ -75,12 +78,23 @@ def drift() -> Iterator[str]:
     yield f"{first:.2f} at {start['kl_late']:.2f} of the start ({every:.2f} with *all turns*)"
     yield f"{of_arm(grid, 'all turns', 'kl_after') / of_arm(grid, 'all turns', 'kl_clean'):.2f} times"
     solved = {arm: [run["summary"]["solved"] for run in runs] for arm, runs in grid["arms"].items()}
+    later = {arm: [run["summary"]["solved"] for run in runs] for arm, runs in longer["arms"].items()}
     yield f"solves {mean(solved['one turn']) - mean(solved['all turns']):.2f} fewer than *one turn*"
     yield f"*forward* solves {mean(solved['forward']) - mean(solved['all turns']):.2f} more"
-    for arm in ("forward", "backward", "first turn", "one turn", "score"):
-        points = [100 * (one - other) for one, other in zip(solved[arm], solved["all turns"], strict=True)]
-        by_seed = ", ".join(f"{one:+.0f}" for one in points)
-        yield f"*{arm}* {mean(points):+.0f} ({by_seed})".replace("-", "−")
+    for scores, arms in (
+        (solved, ("forward", "backward", "first turn", "one turn", "score")),
+        (later, ("forward", "first turn")),
+    ):
+        for arm in arms:
+            points = [100 * (one - other) for one, other in zip(scores[arm], scores["all turns"], strict=True)]
+            by_seed = ", ".join(f"{one:+.0f}" for one in points)
+            yield f"*{arm}* {mean(points):+.0f} ({by_seed})".replace("-", "−")
+    played = result("agents-untrained")["worlds"]
+    science, repair = (
+        f"{played[world]['rewarded']} of {played[world]['episodes']}" for world in ("scienceworld", "repair")
+    )
+    yield f"a reward in {science} episodes of ScienceWorld"
+    yield f"and in {repair} of code repair"
     begun = dialogue["start"]["summary"]
     yield f"{begun['kl_after'] / begun['kl_clean']:.2f} times as high after a mistake"
     yield " and ".join(f"{of_arm(dialogue, arm, 'right'):.2f}" for arm in ("first turn", "all turns"))
@@ -424,6 +438,11 @@ def findings() -> Iterator[str]:
     every, first, forward = (of_arm(grid, arm, "solved") for arm in ("all turns", "first turn", "forward"))
     start = grid["start"]["summary"]["solved"]
     yield f"solves {every:.2f} of the grid's episodes, the start {start:.2f}, OPD on the first turn {first:.2f}, and {forward:.2f} with turns"
+    longer = result("agents-long")["worlds"]["grid"]
+    yield (
+        ", ".join(f"{of_arm(longer, arm, 'solved'):.2f}" for arm in ("all turns", "first turn", "forward"))
+        + " with three times the tokens"
+    )
     weights = result("beyond-teacher")["outcome_weights"]
     yield f"{weights['3']['mean']:.3f} against {weights['0']['mean']:.3f}"
     studies = result("self-distillation")["studies"]
