@@ -356,16 +356,26 @@ def test_the_cookbooks_loops(service: Any, tmp_path: Path, monkeypatch: pytest.M
     assert len(found) == 12
 
 
-def test_saved_states_survive_kill_9(service: Any, serving: Serving) -> None:
-    """The last test: the server that all others use is killed."""
-    import tinker
+def test_a_script_continues_through_kill_9(service: Any, serving: Serving) -> None:
+    """The last test: the server that all others use is killed, with requests on their way."""
     from tinker import types
 
-    client = service.create_lora_training_client("tiny/generalist", rank=4, seed=0)
-    client.forward_backward([datum()], "cross_entropy").result()
-    client.optim_step(types.AdamParams(learning_rate=1e-3)).result()
-    path, expected = client.save_state("last").result().path, logprobs(client)
-    serving.kill()
-    serving.start()
-    again = tinker.ServiceClient().create_training_client_from_state_with_optimizer(path)
-    np.testing.assert_array_equal(logprobs(again), expected)
+    one, two = (service.create_lora_training_client("tiny/generalist", rank=4, seed=0) for _ in range(2))
+    found = []
+    for client, killed in ((one, False), (two, True)):
+        live = client.save_weights_and_get_sampling_client()
+        for step in range(4):
+            trained = client.forward_backward([datum()] * 20, "cross_entropy")
+            updated = client.optim_step(types.AdamParams(learning_rate=1e-3))
+            drawn = live.sample(prompt(), 2, types.SamplingParams(max_tokens=5, seed=step, stop=[]))
+            if killed and step in (0, 2):
+                serving.kill()
+                serving.start()
+            found.append(
+                (trained.result().metrics, updated.result().metrics, [each.tokens for each in drawn.result().sequences])
+            )
+        found.append(logprobs(client).tolist())
+        path = client.save_state("last").result().path
+    assert found[:5] == found[5:]
+    again = service.create_training_client_from_state_with_optimizer(path)
+    assert logprobs(again).tolist() == found[-1]
