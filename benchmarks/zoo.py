@@ -289,8 +289,9 @@ def draw(results: dict[str, Any]) -> None:
         places = [number + offset for number in range(len(rows))]
         errors = [row[f"{key}_stderr"] or 0.0 for _, row in rows]
         axis.errorbar([row[key] for _, row in rows], places, xerr=errors, fmt="o", markersize=4, label=label)
+    axis.axvline(results["before"]["greedy"], linestyle="--", color="0.5", label="start")
     axis.set(
-        yticks=range(len(rows)), yticklabels=[name for name, _ in rows], xlabel="held-out score (greedy)",
+        ylim=(-1, len(rows)), yticks=range(len(rows)), yticklabels=[name for name, _ in rows], xlabel="held-out score (greedy)",
         title=f"{results['task']}, {results['seeds']} seeds, {results['tokens']:,.0f} response tokens",
     )  # fmt: skip
     save_figure(figure, axis, "zoo.svg")
