@@ -300,6 +300,14 @@ class AgentPlaying(Playing):
         """The conversation that a request belongs to, and the ids that are new in it. A conversation that begins has no places yet."""
         if request.protocol == "ids":
             return self._located_ids(request)
+        most = self.request.prompt_ids.size + self.request.sampling.max_new_tokens
+        size = sum(len(message["content"]) for message in request.messages)
+        if size > most * self.dialogue.longest_token:  # before it is rendered, which would hold up other rollouts
+            raise ChatError(
+                400,
+                f"the messages have {size:,} characters, and at most {most:,} tokens fit",
+                "context_length_exceeded",
+            )
         keys = [message_key(message) for message in request.messages]
         toolset = self._toolset(request)
         found = self._longest(keys, request.tools_text)

@@ -142,6 +142,11 @@ class Dialogue:
         return tool_format(self.environment.tool_calls, self.tokenizer, self.stop_ids, self._kwargs)
 
     @cached_property
+    def longest_token(self) -> int:
+        """Characters of the vocabulary's longest token."""
+        return max(map(len, self.tokenizer.get_vocab()))
+
+    @cached_property
     def bridge(self) -> Bridge:
         rendered = self.tools if self.environment.tool_calls == "auto" else ()
         return Bridge(self.tokenizer, self.stop_ids, self._kwargs, rendered)

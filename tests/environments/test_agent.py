@@ -25,7 +25,7 @@ import opd
 from opd.common.errors import RecipeError, RemoteError, TrainingError, UserError
 from opd.data.prompts import render_prompt
 from opd.environments.agent import AgentEnvironment
-from opd.environments.agent_turns import AgentPlaying
+from opd.environments.agent_turns import AgentPlaying, Toolset
 from opd.environments.chat_protocols import ChatError, read_body
 from opd.environments.chat_server import AgentSession, AgentSessions, ChatServer, PendingChat
 from opd.records import Author, Finished, Prompt, Rollout, SampledToken, SampleRequest, Sampling
@@ -527,6 +527,19 @@ def test_hostile_bytes_do_not_end_the_rollout(play: Callable[..., Played]) -> No
     assert all(expected in answer for expected, answer in answers), answers
     assert played.notes["conversations"] == 1
     assert " a<|im_end|>" in played.read()[0]
+
+
+def test_megabytes_are_not_rendered(play: Callable[..., Played], monkeypatch: pytest.MonkeyPatch) -> None:
+    def agent(client: Client) -> None:
+        with monkeypatch.context() as patch:
+            patch.setattr(Toolset, "render", lambda *given: pytest.fail("rendered"))
+            status, said = client.ask(
+                "/v1/chat/completions", {"messages": [{"role": "user", "content": "x" * 3_000_000}]}
+            )
+        assert (status, said["error"]["code"]) == (400, "context_length_exceeded")
+        client.chat([HI])
+
+    assert play(agent).notes["refused"] == 1
 
 
 def test_halves_of_surrogate_pairs_are_replaced_and_pairs_kept() -> None:
