@@ -439,10 +439,8 @@ def findings() -> Iterator[str]:
     start = grid["start"]["summary"]["solved"]
     yield f"solves {every:.2f} of the grid's episodes, the start {start:.2f}, OPD on the first turn {first:.2f}, and {forward:.2f} with turns"
     longer = result("agents-long")["worlds"]["grid"]
-    yield (
-        ", ".join(f"{of_arm(longer, arm, 'solved'):.2f}" for arm in ("all turns", "first turn", "forward"))
-        + " with three times the tokens"
-    )
+    every, first, forward = (of_arm(longer, arm, "solved") for arm in ("all turns", "first turn", "forward"))
+    yield f"with three times the tokens {every:.2f}, on the first turn {first:.2f}, bit by bit {forward:.2f}"
     weights = result("beyond-teacher")["outcome_weights"]
     yield f"{weights['3']['mean']:.3f} against {weights['0']['mean']:.3f}"
     studies = result("self-distillation")["studies"]
