@@ -602,6 +602,28 @@ def resume(
 
 
 @app.command()
+def sweep(
+    recipe: Annotated[str, typer.Argument(help="A .yaml file, or the name of a shipped recipe.")],
+    overrides: Annotated[
+        list[str],
+        typer.Argument(metavar="KEY=VALUE[,VALUE]...", help="For example train.lr=1e-4,3e-4 seed=0,1,2"),
+    ],
+    out: Annotated[Path | None, typer.Option(help="Directory of the runs; default runs/NAME-sweep.")] = None,
+    jobs: Annotated[int, typer.Option(min=1, max=1000, help="Runs at the same time.")] = 1,
+) -> None:
+    """Run a grid of settings on this machine, and compare the runs. The same command resumes an interrupted sweep."""
+    from opd.runner.sweep import sweep as carry_out
+
+    found = carry_out(recipe, overrides, out, jobs, _to_stderr)
+    if begun := [run for run in found if (run / "resolved.yaml").is_file()]:
+        _compare(begun)
+    if failed := {run.name: words for run, words in found.items() if words}:
+        for name, words in failed.items():
+            _to_stderr(f"FAILED: {name}: {words}")
+        raise typer.Exit(1)
+
+
+@app.command()
 def graph(
     recipe: Annotated[str, typer.Argument(help="A .yaml file, or the name of a shipped recipe.")],
     overrides: Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...")] = None,

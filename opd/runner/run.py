@@ -103,7 +103,7 @@ def run(
         text, how = recipe_text(recipe, overrides), (hooks, quiet, shown, ranks, selection)
         with _directory(wanted, resume, None if quiet else shown) as (lock, made):
             if (lock.directory / SEALS).exists():
-                _require_same(lock.directory, loaded, given)
+                require_same_recipe(lock.directory, loaded, given)
                 _continue_run(lock, None, rewards, *how)
             else:
                 _start(lock, made, text, loaded, given, *how, earlier)
@@ -399,7 +399,8 @@ def _recovered(path: Path, directory: Path, sealed: Mapping[Path, str], expected
     return recovered
 
 
-def _require_same(directory: Path, recipe: Recipe, given: GivenPrompts | None) -> None:
+def require_same_recipe(directory: Path, recipe: Recipe, given: GivenPrompts | None = None) -> None:
+    """Reject a recipe that is not the one that a run was started with."""
     from opd.recipe import as_begun_in
 
     if given is not None:
