@@ -129,13 +129,13 @@ MORE: dict[str, dict[str, Any]] = {
                     "objective": [{"form": "cross_entropy", "on": ["teacher"], "gate": "best_of_group"},
                                   {"form": PG, "advantage": {"discount": 1, "also": {"kind": "anchor_rank", "n": 4}}}]},
     "pairs by author": {"rollout": {**BASE["rollout"], "samples": 4, "writers": [{"kind": "data", "samples": 1}, {"kind": "teacher", "samples": 1}]},
-                        "objective": [{"form": "pairwise", "role": "base", "pairs": kind, "chosen": better, "rejected": worse} for kind, better, worse in
+                        "objective": [{"form": "pairwise", "role": "reference", "pairs": kind, "chosen": better, "rejected": worse} for kind, better, worse in
                                       (("authors", "data", "student"), ("all", "teacher", "student"), ("best_worst", "data", "teacher"))]},
     "reward model": {"modules": {"judge": {"kind": "reward_model", "lr": 1e-3}}, "rollout": {"prompts": 4, "samples": 4, "max_new_tokens": 8},
                      "objective": [{"form": PG, "advantage": {"teacher_weight": 0, "also": {"kind": "score"}}}]},
     "representation": {"objective": {"form": "representation"}},
     "representation of all layers": {"objective": {"form": "representation", "layers": "all"}},
-    "dskd": {"modules": {"spaces": {"kind": "projectors", "lr": 1e-3}}, "rollout": {**BASE["rollout"], "data_share": 1}, "objective": {"form": "dskd"},
+    "dskd": {"modules": {"spaces": {"kind": "projectors", "lr": 1e-3}}, "rollout": {**BASE["rollout"], "data_share": 0.5}, "objective": {"form": "dskd", "on": ["data"]},
              "teachers": {"arithmetic": "tiny/arithmetic", "base": BASE["teachers"]["base"]}, "prompts": BASE["prompts"][:1]},
     "schedule": {"objective": [{"coefficient": {"value": 1, "to": 0.1, "over": 3}}, {"form": "k2", "coefficient": {"until": 2}}, {"form": PG, "coefficient": {"after": 1}}]},
 }  # fmt: skip
