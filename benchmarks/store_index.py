@@ -22,7 +22,7 @@ import numpy as np
 
 from opd.store import RolloutStore
 from opd.store.log import Files
-from opd.store.rollouts import INDEX_COLUMNS, LINK_COLUMNS, Index, Texts, Vocabulary
+from opd.store.rollouts import INDEX_COLUMNS, LINK_COLUMNS, RATIO_COLUMNS, Index, Texts, Vocabulary
 
 RESULTS = Path(__file__).parent / "results"
 GROUP = 4
@@ -35,7 +35,7 @@ LIMITS = {"cpu_s": 15.0, "peak_gb": 2.0}
 def make_index(rows: int) -> Index:
     rng = np.random.default_rng(0)
     group = np.arange(rows) // GROUP
-    arrays = {name: np.zeros(rows, dtype=kind) for name, kind in (INDEX_COLUMNS | LINK_COLUMNS).items()}
+    arrays = {name: np.zeros(rows, dtype=kind) for name, kind in (INDEX_COLUMNS | RATIO_COLUMNS | LINK_COLUMNS).items()}
     arrays["length"][:] = np.clip(np.exp(rng.normal(5.5, 0.8, rows)), 1, 8192)
     arrays["prompt_length"][:] = rng.integers(20, 200, rows)
     arrays["domain"][:] = rng.integers(1, 5, rows)

@@ -187,8 +187,8 @@ class UnfinishedRequests:
 
     def again(self) -> None:
         left = [*self._before]  # the sampler had not taken these
-        continued = [continued(request, self._written[name]) for name, request in self.unfinished.items()]
-        self.unfinished, self._written, self._before = {}, {}, deque([*continued, *left])
+        again = [continued(request, self._written[name]) for name, request in self.unfinished.items()]
+        self.unfinished, self._written, self._before = {}, {}, deque([*again, *left])
 
 
 class ThreadSampler(AheadSampler):
