@@ -285,8 +285,25 @@ def sums(count: int) -> list[tuple[str, str]]:
     return [(f"add {a}+{b}", str(a + b)) for a, b in rng.integers(10, 100, (count, 2))]
 
 
+def distance(client: Any, teacher: str, texts: list[str]) -> float:
+    """The exact reverse KL to a teacher, on average over the tokens after `=`."""
+    from tinker import types
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(ROOT / "opd/models/tiny/generalist")
+    data, answered = [], []
+    for text in texts:
+        question, answer = (tokenizer.encode(part) for part in (text.partition("=")[0] + "=", text.partition("=")[2]))
+        answered.append(np.array([0.0] * (len(question) - 1) + [1.0] * (len(answer) + 1)))
+        inputs: Any = {"weights": answered[-1].tolist()}
+        data.append(types.Datum(model_input=prompt(question + answer), loss_fn_inputs=inputs))
+    found = client.forward(data, "divergence", {"teacher": teacher, "kind": "reverse_kl"}).result().loss_fn_outputs
+    values = np.concatenate([np.array(each["divergence"].data) for each in found])
+    return float(np.average(values, weights=np.concatenate(answered)))
+
+
 def test_the_cookbooks_on_policy_distillation_with_two_teachers(service: Any, tmp_path: Path) -> None:
-    """Each prompt has its own teacher. The sampler is the trainer: their log-probs agree."""
+    """Each prompt has its own teacher, and the exact KL to both falls. The sampler is the trainer: their log-probs agree."""
     import chz
     from tinker_cookbook.distillation import train_on_policy
     from tinker_cookbook.distillation.datasets import DistillationDatasetConfig, PromptOnlyDataset, TeacherConfig
@@ -303,8 +320,8 @@ def test_the_cookbooks_on_policy_distillation_with_two_teachers(service: Any, tm
             tokenizer = get_tokenizer("tiny/generalist")
             return PromptOnlyDataset(self.prompts, 4, 4, renderer(tokenizer), tokenizer), None
 
-    words = ["".join(each) for each in np.random.default_rng(0).choice(list("abcdefgh"), (32, 6))]
-    prompts = {"arithmetic": [question for question, _ in sums(32)], "spelling": [f"reverse {word}" for word in words]}
+    words = ["".join(each) for each in np.random.default_rng(0).choice(list("abcdefgh"), (80, 6))]
+    prompts = {"arithmetic": [question for question, _ in sums(80)], "spelling": [f"reverse {word}" for word in words]}
     datasets = [
         DistillationDatasetConfig(
             dataset_builder=Questions(prompts=texts), teacher_config=TeacherConfig(base_model=f"tiny/{teacher}"), groups_per_batch=4
@@ -312,14 +329,10 @@ def test_the_cookbooks_on_policy_distillation_with_two_teachers(service: Any, tm
         for teacher, texts in prompts.items()
     ]  # fmt: skip
     config = train_on_policy.Config(
-        learning_rate=2e-3, dataset_configs=datasets, model_name="tiny/generalist", recipe_name="test", max_tokens=8,
+        learning_rate=1e-3, dataset_configs=datasets, model_name="tiny/generalist", recipe_name="test", max_tokens=8,
         lora_rank=16, save_every=8, eval_every=0, log_path=str(tmp_path / "log"),
     )  # fmt: skip
     asyncio.run(train_on_policy.main(config))
-    for key in ("teacher_kl", "teacher_kl/dataset_0", "teacher_kl/dataset_1"):
-        assert (
-            np.isfinite(metrics_of(tmp_path / "log", key)).tolist() == [True] * 8
-        )  # of 32 rollouts: too few to see them fall
     gaps = metrics_of(tmp_path / "log", "optim/kl_sample_train_v1")
     assert gaps
     assert max(map(abs, gaps)) < 1e-4
@@ -327,11 +340,17 @@ def test_the_cookbooks_on_policy_distillation_with_two_teachers(service: Any, tm
     trained = service.create_training_client_from_state(saved[-1]["state_path"])
     fresh = service.create_lora_training_client("tiny/generalist", rank=16)
     assert np.abs(logprobs(trained) - logprobs(fresh)).max() > 0.01
+    held_out = {
+        "arithmetic": [f"{question}={answer}" for question, answer in sums(144)[80:]],
+        "spelling": [f"reverse {word}={word[::-1]}" for word in ("hgfeda", "abcabc", "gaddab", "cfhbea")],
+    }
+    for teacher, texts in held_out.items():
+        assert distance(trained, teacher, texts) < 0.8 * distance(fresh, teacher, texts)
 
 
 @pytest.mark.parametrize("loop", ["sl_loop", "rl_loop"])
 def test_the_cookbooks_loops(service: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, loop: str) -> None:
-    """Its minimal loops for SFT and RL, on sums. The NLL falls; twelve updates are too few for the reward to rise."""
+    """Its minimal loops for SFT and RL, on sums: the NLL falls, the reward of questions that come again rises."""
     import datasets
     from tinker_cookbook.recipes import rl_loop, sl_loop
 
@@ -340,7 +359,7 @@ def test_the_cookbooks_loops(service: Any, tmp_path: Path, monkeypatch: pytest.M
         {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]}
         if loop == "sl_loop"
         else {"question": question, "answer": f"#### {answer}"}
-        for question, answer in sums(96)
+        for question, answer in (sums(96) if loop == "sl_loop" else sums(8) * 12)
     ]
     data = datasets.DatasetDict({"train": datasets.Dataset.from_list(rows)})
     monkeypatch.setattr(datasets, "load_dataset", lambda *_: data)
@@ -350,9 +369,9 @@ def test_the_cookbooks_loops(service: Any, tmp_path: Path, monkeypatch: pytest.M
         found = metrics_of(tmp_path, "train_mean_nll")
         assert np.mean(found[-3:]) < 0.8 * np.mean(found[:3]), found
     else:
-        rl_loop.main(rl_loop.Config(learning_rate=2e-3, max_tokens=6, group_size=8, **shared))
+        rl_loop.main(rl_loop.Config(learning_rate=5e-3, max_tokens=6, group_size=8, **shared))
         found = metrics_of(tmp_path, "reward/total")
-        assert 0.2 < np.mean(found) < 0.9, found
+        assert np.mean(found[-3:]) > np.mean(found[:3]) + 0.2, found
     assert len(found) == 12
 
 
