@@ -186,7 +186,7 @@ def test_a_run_of_an_earlier_version_keeps_its_split(models: dict[str, str], tmp
         run = opd.run(recipe(models, path), out=tmp_path / "cut", resume=True)
     assert [line["loss"] for line in run.metrics] == [line["loss"] for line in whole.metrics]
     assert [line["prompt_id"] for line in run.answers] == [line["prompt_id"] for line in whole.answers]
-    assert {line["prompt_id"] for line in run.answers} == {f"rows.jsonl/heldout/{number}" for number in range(2)}
+    assert {line["prompt_id"] for line in run.answers} == {f"rows.jsonl/heldout/{number}" for number in range(3)}
     asked = {"k": 0, "max_new_tokens": 4, "device": "cpu", "seed": 0}
     for directory, rule in ((run.directory, "last"), (tmp_path / "whole", "last")):
         found = evaluate_model(str(opd.Run(directory).model), [path], split="heldout", **asked)  # type: ignore[arg-type]

@@ -125,6 +125,8 @@ def test_a_run_that_has_not_ended_shows_what_was_measured_so_far(tmp_path: Path)
     write_sealed(folder / "before.json", result.state())
     (stage,) = run_facts(root)["stages"]
     whole = result.to_json()
+    flips = {domain: found.pop("flips", None) for domain, found in stage["evals"].items()}  # of the answers so far
+    assert flips["a"]["gained"] == 1
     for domain, found in stage["evals"].items():  # as the summary has them
         assert found == {key: whole["evals"][domain].get(key) for key in found}
     assert stage["teachers"] == whole["teachers"]

@@ -16,7 +16,7 @@ from opd.runner import plan
 from opd.runner.checks import check_stage
 from opd.runner.plan import make_plan
 from opd.teachers.kinds import ModelRef
-from opd.teachers.pool import settled
+from opd.teachers.pool import without_home
 from opd.teachers.scoring import LocalTeacher
 from tests.support.crash import same_run
 from tests.support.helpers import save_tiny, tiny_model
@@ -62,9 +62,9 @@ def test_memory_is_counted_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_one_model_however_its_device_is_written() -> None:
     here, other = torch.device("cuda", 0), torch.device("cpu")
-    assert settled(ModelRef("x", device="cuda"), here) == settled(ModelRef("x", device="cuda:0"), here) == ModelRef("x")
-    assert settled(ModelRef("x", device="cuda:1"), here).device == "cuda:1"
-    assert settled(ModelRef("x", device="cpu"), other) == ModelRef("x")
+    assert without_home(ModelRef("x", device="cuda"), here) == without_home(ModelRef("x", device="cuda:0"), here) == ModelRef("x")
+    assert without_home(ModelRef("x", device="cuda:1"), here).device == "cuda:1"
+    assert without_home(ModelRef("x", device="cpu"), other) == ModelRef("x")
 
 
 def test_hidden_states_meet_a_head_on_their_own_device() -> None:
