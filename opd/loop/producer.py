@@ -189,15 +189,21 @@ class InlineProducer:
         asked: dict[str, Visit] = {}
         metrics: dict[str, float] = {}
         tokens = drawn = 0
+        segments = maker.rollouter.segments
         for _ in range(max(spec.contrast, 1)):
             with clock("sample"):
                 again = maker.rollouter.begin_step(step) if maker.rollouter.varies else []
-                written, version = Written(), maker.samplers.version
-                while not written.ids:  # again with `rollout.segment`, until the first answers have ended
+                version = maker.samplers.version
+                earlier: list[Written] = []
+                while True:  # once; with `rollout.segment` until some answers have ended
                     new = maker.stream.take(spec.prompts - len(kept) - len(again))
-                    visits = [*maker.rollouter.waiting, *new, *again]
-                    earlier, written = written, maker.rollouter.collect(visits, version)
-                    written.add(earlier)
+                    visits = [*(segments.visits() if segments else ()), *new, *again]
+                    written = maker.rollouter.collect(visits, version)
+                    if written.ids:
+                        break
+                    earlier.append(written)
+                for begun in earlier:
+                    written.add(begun)
                 asked |= {visit.prompt.id: visit for visit in visits}
                 rollouts = maker.load(written.ids)
             with clock("reward"):
@@ -219,8 +225,8 @@ class InlineProducer:
             }
             if len(kept) >= spec.prompts:
                 break
-        if spec.segment is not None:
-            metrics |= {"waiting": len(maker.rollouter.waiting), **staleness(rollouts, version)}
+        if segments is not None:
+            metrics |= {"waiting": len(segments.waiting), **staleness(rollouts, version)}
         if spec.contrast:
             metrics |= {"contrast": len(kept) / drawn, "tokens/sampled": tokens}
         if maker.stream.skipped:  # unusable prompts since the stage began

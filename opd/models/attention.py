@@ -321,14 +321,12 @@ class PackedRoute:
         out = backbone(
             input_ids=ids_T[None], position_ids=layout.positions[None], use_cache=False, layout=layout, **asked
         )
-        return _states(out, layers).squeeze(0)
+        states = _stacked(out, layers) if layers else out.last_hidden_state
+        return states.squeeze(0)
 
 
-def _states(out: Any, layers: Sequence[int]) -> Tensor:
-    """The final hidden states, or those after each layer: 0 are the embeddings, and the last ones are the final ones."""
-    if not layers:
-        found: Tensor = out.last_hidden_state
-        return found
+def _stacked(out: Any, layers: Sequence[int]) -> Tensor:
+    """The hidden states after each of these layers: 0 are the embeddings, and the last ones are the final ones."""
     return torch.stack([out.hidden_states[layer] for layer in layers], dim=-2)
 
 
@@ -353,7 +351,8 @@ class StockRoute:
             rows = ids_T[:1].repeat(len(group), longest)
             for row, index in enumerate(group):
                 rows[row, : layout.lengths[index]] = parts[index]
-            out = _states(backbone(input_ids=rows, use_cache=False, **asked), layers)
+            found_here = backbone(input_ids=rows, use_cache=False, **asked)
+            out = _stacked(found_here, layers) if layers else found_here.last_hidden_state
             found |= {index: out[row, : layout.lengths[index]] for row, index in enumerate(group)}
         return torch.cat([found[index] for index in range(len(parts))])
 

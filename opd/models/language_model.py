@@ -113,7 +113,10 @@ class LanguageModel:
 
     def predict(self, batch: Row) -> Projection:
         """The distribution of every response token of a batch: row t - 1 predicts token t."""
-        return self.predict_layers(batch, "last")[0]
+        hidden = None if self.graphs is None else self.graphs.hidden(batch.ids_T, batch.layout)
+        if hidden is None:
+            hidden = self.hidden(batch.ids_T, batch.layout)
+        return self.project(TakeRows.apply(hidden, batch.predicting_N))
 
     def layers(self, batch: Row, layers: Layers) -> Tensor:
         """(N, L + 1, D), the hidden states after each of these layers and the final ones, at the rows that predict tokens."""
@@ -121,15 +124,10 @@ class LanguageModel:
         asked = [*layer_numbers(layers, depth), depth]
         return TakeRows.apply(self.hidden(batch.ids_T, batch.layout, asked), batch.predicting_N)
 
-    def predict_layers(self, batch: Row, layers: Layers) -> tuple[Projection, Tensor | None]:
-        """The same, and the hidden states (N, L, D) after each of these layers. None: only the last is asked for."""
-        if layers != "last":
-            states = self.layers(batch, layers)
-            return self.project(states[:, -1]), states[:, :-1]
-        hidden = None if self.graphs is None else self.graphs.hidden(batch.ids_T, batch.layout)
-        if hidden is None:
-            hidden = self.hidden(batch.ids_T, batch.layout)
-        return self.project(TakeRows.apply(hidden, batch.predicting_N)), None
+    def predict_layers(self, batch: Row, layers: Layers) -> tuple[Projection, Tensor]:
+        """As `predict`, and the hidden states (N, L, D) after each of these layers."""
+        states = self.layers(batch, layers)
+        return self.project(states[:, -1]), states[:, :-1]
 
     @contextmanager
     def resident(self) -> Iterator[LanguageModel]:

@@ -87,7 +87,11 @@ class ShardedModel(LanguageModel):
 
     # Passes
 
-    def predict_layers(self, batch: Row, layers: Layers) -> tuple[Projection, Tensor | None]:
+    def predict(self, batch: Row) -> Projection:
+        self._last = super().predict(batch)
+        return self._last
+
+    def predict_layers(self, batch: Row, layers: Layers) -> tuple[Projection, Tensor]:
         self._last, states = super().predict_layers(batch, layers)
         return self._last, states
 

@@ -43,7 +43,7 @@ class Representation(Term):
     )
 
     @property
-    def states(self) -> Layers:
+    def states(self) -> Layers:  # type: ignore[override]
         return self.layers
 
     def form_needs(self, updates: int) -> Needs:

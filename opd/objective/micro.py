@@ -163,7 +163,7 @@ class MicroBatch:
 
         Leaves out rows that are not open, and rows without a signal.
         """
-        device, signals = self.device, self.batch.signals[role, kind]
+        device, signals = self.projection.hidden.device, self.batch.signals[role, kind]
         waits = (
             device.type == "cpu"
         )  # a copy from a GPU must be awaited; one to a GPU is ordered before what reads it there

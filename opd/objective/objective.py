@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Annotated, Any, Protocol
 
 import numpy as np
@@ -145,7 +145,7 @@ class Objective:
             kind, k=max(wanted, default=None) if kind == "topk" else None, layers=self.layers, hidden=known
         )
 
-    @property
+    @cached_property
     def layers(self) -> Layers:
         """Those whose hidden states a term reads; without such a term, the last."""
         return next((term.states for term in self.terms if term.states != "last"), "last")
@@ -198,7 +198,10 @@ class Objective:
     def __call__(
         self, student: LanguageModel, pack: Pack, prepared: PreparedBatch, weights: TokenWeights
     ) -> tuple[Tensor, TokenStatistics]:
-        predicted, states = student.predict_layers(pack, self.layers)
+        if self.layers == "last":
+            predicted, states = student.predict(pack), None
+        else:
+            predicted, states = student.predict_layers(pack, self.layers)
         projection = autocast_head(predicted)
         micro = MicroBatch(
             pack,
@@ -262,6 +265,7 @@ def prepare_term(
 ) -> PreparedTerm:
     """`needs`: of the term, if the caller knows them."""
     rollouts, metrics, needs = batch.rollouts, {}, needs or term.needs()
+    ids = [rollout.id for rollout in rollouts]
     authors = [int(AUTHOR[author]) for author in term.authors]
     eligible = [np.isin(rollout.author, authors) for rollout in rollouts]
     left_out = term.leaves_out(batch)
@@ -288,7 +292,7 @@ def prepare_term(
         called = f"{gate.name}{number if repeated else ''}"
         metrics[f"gate/{name}/{called}"] = touched / max(count, 1)
         if batch.traced:
-            gates[called] = _by_rollout(rollouts, values)
+            gates[called] = dict(zip(ids, values, strict=True))
         factors = [np.nan_to_num(factor * value) for factor, value in zip(factors, values, strict=True)]
         closed = [np.isnan(value) | ((value == 0) & (not gate.weighs)) for value in values]
         is_open = [mask & ~shut for mask, shut in zip(is_open, closed, strict=True)]
@@ -298,9 +302,9 @@ def prepare_term(
         coefficient,
         batch,
         max_new_tokens,
-        eligible=_by_rollout(rollouts, eligible),
-        counted=_by_rollout(rollouts, masks if term.gated == "zero" else is_open),
-        factor=_by_rollout(rollouts, factors),
+        eligible=dict(zip(ids, eligible, strict=True)),
+        counted=dict(zip(ids, masks if term.gated == "zero" else is_open, strict=True)),
+        factor=dict(zip(ids, factors, strict=True)),
         metrics=metrics,
         gates=gates,
         step=step,
@@ -308,10 +312,6 @@ def prepare_term(
     )
     prepared.state = term.prepare(prepared)
     return prepared
-
-
-def _by_rollout(rollouts: Sequence[Rollout], values: Sequence[np.ndarray]) -> ByRollout:
-    return {rollout.id: value for rollout, value in zip(rollouts, values, strict=True)}
 
 
 # --- The first pass of the student, without gradients ---

@@ -172,6 +172,7 @@ class Term(Choice):
         False  # needs the log-prob that a token was sampled with, so it trains only on the student's tokens
     )
 
+    states: ClassVar[Layers] = "last"  # the layers whose hidden states it reads
     one_model: ClassVar[bool] = False  # compares hidden states, so the teacher must be a single model
     uses_projectors: ClassVar[bool] = False  # reads modules that map between hidden spaces, instead of numbers
     crosses: ClassVar[frozenset[SignalKind]] = (
@@ -227,11 +228,6 @@ class Term(Choice):
 
     def form_needs(self, updates: int) -> Needs:
         return Needs()
-
-    @property
-    def states(self) -> Layers:
-        """The layers whose hidden states it reads."""
-        return "last"
 
     def modules(self) -> tuple[str, ...]:
         """Names of the trainable modules that it uses."""

@@ -197,11 +197,6 @@ class Rollouter:
         written.prompts, written.unshown = len(visits), unshown
         return written
 
-    @property
-    def waiting(self) -> list[Visit]:
-        """Visits whose answers were begun in an earlier step and have not all ended."""
-        return [] if self.segments is None else [visit for visit, _ in self.segments.waiting.values()]
-
     def _with_prefixes(
         self, planned: dict[str, Planned], version: int, prompts: Mapping[str, np.ndarray]
     ) -> dict[str, Planned]:
@@ -313,7 +308,9 @@ class Rollouter:
             else:
                 key = request_key(self.seed, visit.prompt.id, visit.visit, plan.sample)
                 read = shown.get(rollout_id, prompt_ids)
-                request = SampleRequest(rollout_id, read, key, self._sampling(plan))
+                request = SampleRequest(rollout_id, read, key, plan.sampling or self.sampling)
+                if plan.until is not None:
+                    request = replace(request, sampling=replace(request.sampling, max_new_tokens=plan.until))
                 if begun is not None and begun.response_ids.size:
                     request = self._resumed(request, begun, writer, version, plan.since)
                 environment = None if plan.group_suffix else visit.prompt.environment
@@ -336,10 +333,6 @@ class Rollouter:
             if begun.response_ids.size > planned[name].since or not planned[name].since
         ]
         return requests, finished, len(continued)
-
-    def _sampling(self, plan: Planned) -> Sampling:
-        sampling = plan.sampling or self.sampling
-        return sampling if plan.until is None else replace(sampling, max_new_tokens=plan.until)
 
     def dialogue(self, prompt: Prompt) -> Dialogue:
         """What reads and writes the turns of a prompt's episodes."""
@@ -649,6 +642,10 @@ class Segments:
         waiting = {_group(planned[name].visit) for name in left}
         self.waiting = {name: (visits[name], self._had(visits[name]) + 1) for name in visits if name in waiting}
         return [name for name, plan in planned.items() if _group(plan.visit) not in waiting]
+
+    def visits(self) -> list[Visit]:
+        """Those whose answers were begun in an earlier step and have not all ended."""
+        return [visit for visit, _ in self.waiting.values()]
 
     def state(self) -> list[list[Any]]:
         return [[visit.source, visit.prompt.id, visit.visit, count] for visit, count in self.waiting.values()]

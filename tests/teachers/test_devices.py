@@ -62,7 +62,11 @@ def test_memory_is_counted_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_one_model_however_its_device_is_written() -> None:
     here, other = torch.device("cuda", 0), torch.device("cpu")
-    assert without_home(ModelRef("x", device="cuda"), here) == without_home(ModelRef("x", device="cuda:0"), here) == ModelRef("x")
+    assert (
+        without_home(ModelRef("x", device="cuda"), here)
+        == without_home(ModelRef("x", device="cuda:0"), here)
+        == ModelRef("x")
+    )
     assert without_home(ModelRef("x", device="cuda:1"), here).device == "cuda:1"
     assert without_home(ModelRef("x", device="cpu"), other) == ModelRef("x")
 
