@@ -526,7 +526,7 @@ def draw(name: str) -> None:
 
     worlds = saved(f"{name}.json")["worlds"]
     figure, axes = plt.subplots(len(worlds), 3, figsize=(11, 3.6 * len(worlds)), width_ratios=(5, 5, 1), squeeze=False)
-    for (world, found), (left, right, beside) in zip(worlds.items(), axes, strict=True):
+    for (world, found), (left, right, legend) in zip(worlds.items(), axes, strict=True):
         lines = {"start": [found["start"]], "teacher": [found["teacher"]], **found["arms"]}
         for number, (line, every) in enumerate(lines.items()):
             runs = [run for run in every if "failed" not in run]
@@ -535,14 +535,14 @@ def draw(name: str) -> None:
                 curve(left, [by_turn(run["own"], 2) for run in runs], style)
             if runs:
                 curve(right, [success(world, run["own"]) for run in runs], style)
-            beside.plot([], [], label=line, **style)
+            legend.plot([], [], label=line, **style)
         what = "episodes solved by this turn" if world == "grid" else "right answers"
         left.set(title=f"{world}: KL to the teacher", xlabel="turn", ylabel="nats per token", yscale="log")
         right.set(title=f"{world}: {what}", xlabel="turn", ylim=(0, 1))
         for axis in (left, right):
             axis.grid(alpha=0.3)
             axis.xaxis.get_major_locator().set_params(integer=True)
-        beside.set_axis_off()
+        legend.set_axis_off()
     save_figure(figure, axes[-1][-1], f"{name}.svg")
 
 

@@ -194,18 +194,6 @@ def _compare(
         console.print(table)
 
 
-class RolloutOrder(StrEnum):
-    newest = "newest"
-    oldest = "oldest"
-    length = "length"
-    shortest = "shortest"
-    reward = "reward"
-    worst = "worst"
-    kl = "kl"
-    log_ratio = "log_ratio"
-    largest_ratio = "largest_ratio"
-
-
 def _rollouts(
     run: Annotated[Path, typer.Argument(help="A run directory, of a live or finished run.")],
     domain: Annotated[str | None, typer.Option()] = None,
@@ -226,9 +214,12 @@ def _rollouts(
         str | None, typer.Option(help="With a token of student, teacher, data, env, …; reads the log.")
     ] = None,
     text: Annotated[str | None, typer.Option(help="In the prompt or the answer; reads the log.")] = None,
-    sort: Annotated[RolloutOrder, typer.Option(help="Largest first; kl, log_ratio, largest_ratio: disagreement.")] = (
-        RolloutOrder.newest
-    ),
+    sort: Annotated[
+        str,
+        typer.Option(
+            help="newest, oldest, length, shortest, reward, worst; largest disagreement first: kl, log_ratio, largest_ratio."
+        ),
+    ] = "newest",
     show: Annotated[int, typer.Option(min=1, max=200, help="So many rows.")] = 20,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
@@ -241,7 +232,7 @@ def _rollouts(
     given = {
         "domain": domain, "stage": stage, "stop": stop, "prompt": prompt, "teacher": teacher, "source": source, "author": author,
         "text": text, "reward": "right" if right else "wrong" if wrong else None, "length_from": min_length, "length_to": max_length,
-        **_versions(steps), "sort": sort.value, "limit": show,
+        **_versions(steps), "sort": sort, "limit": show,
     }  # fmt: skip
     found = find_rollouts(run, {key: str(value) for key, value in given.items() if value is not None})
     for note in found["notes"]:

@@ -41,7 +41,7 @@ class PromptStream:
         self._orders: dict[int, tuple[int, np.ndarray]] = {}
         self._unusable: Sequence[np.ndarray | None] = [None] * len(sources)
         self._fits: Callable[[Visit], bool] | None = None
-        self._passes: Callable[[UnopenedEpisode], bool] = lambda error: False
+        self._skips: Callable[[UnopenedEpisode], bool] = lambda error: False
         self._unopened = 0  # prompts in a row whose environment did not begin
         self.skipped = 0  # visits to unusable prompts
         self.keeper: ShareKeeper | None = None
@@ -55,12 +55,12 @@ class PromptStream:
         self,
         unusable: Sequence[np.ndarray | None],
         fits: Callable[[Visit], bool] | None,
-        passes: Callable[[UnopenedEpisode], bool] = lambda error: False,
+        skips: Callable[[UnopenedEpisode], bool] = lambda error: False,
     ) -> None:
-        """Set the rows of each finite source to skip, and a check for prompts that could not all be scanned. `passes`: whether to skip a
+        """Set the rows of each finite source to skip, and a check for prompts that could not all be scanned. `skips`: whether to skip a
         prompt whose environment does not begin.
         """
-        self._unusable, self._fits, self._passes = unusable, fits, passes
+        self._unusable, self._fits, self._skips = unusable, fits, skips
 
     def follow(self, curriculum: Curriculum | None) -> None:
         """Let a curriculum choose among the prompts of each pass."""
@@ -188,7 +188,7 @@ class PromptStream:
             found = Visit(self._sources[source].train(index), visit, source)
         except UnopenedEpisode as error:
             self._unopened += 1
-            if self._unopened >= UNOPENED or not self._passes(error):
+            if self._unopened >= UNOPENED or not self._skips(error):
                 raise
             self.skipped += 1
             return None

@@ -151,7 +151,7 @@ class AheadSampler:
             self.take_over()
             events = self._sampler.sample(requests)
             for event in events:
-                requests.note(event)
+                requests.unfinished.note(event)
                 yield event
                 if self._outdated and requests.unfinished:
                     break
@@ -167,8 +167,7 @@ class UnfinishedRequests:
 
     def __init__(self, requests: Iterable[SampleRequest | None]) -> None:
         self._requests, self._before = iter(requests), deque[SampleRequest]()
-        self.unfinished: dict[str, SampleRequest] = {}
-        self._written: dict[str, list[int]] = {}
+        self.unfinished = OpenRequests()
 
     def __iter__(self) -> Iterator[Any]:
         return self
@@ -176,19 +175,12 @@ class UnfinishedRequests:
     def __next__(self) -> SampleRequest | None:
         request = self._before.popleft() if self._before else next(self._requests)
         if request is not None:
-            self.unfinished[request.id], self._written[request.id] = request, []
+            self.unfinished.add(request)
         return request
 
-    def note(self, event: SampledToken | Finished) -> None:
-        if isinstance(event, Finished):
-            del self.unfinished[event.request_id], self._written[event.request_id]
-        else:
-            self._written[event.request_id].append(event.token)
-
     def again(self) -> None:
-        left = [*self._before]  # the sampler had not taken these
-        again = [continued(request, self._written[name]) for name, request in self.unfinished.items()]
-        self.unfinished, self._written, self._before = {}, {}, deque([*again, *left])
+        self._before.extendleft(reversed(self.unfinished.after_tokens()))  # before those that the sampler had not taken
+        self.unfinished = OpenRequests()
 
 
 class ThreadSampler(AheadSampler):

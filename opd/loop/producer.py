@@ -199,7 +199,7 @@ class InlineProducer:
                     new = maker.stream.take(spec.prompts - len(kept) - len(again))
                     visits = [*(segments.visits() if segments else ()), *new, *again]
                     written = maker.rollouter.collect(visits, version)
-                    if written.ids:
+                    if segments is None or written.ids:
                         break
                     earlier.append(written)
                 for begun in earlier:
@@ -560,7 +560,7 @@ class LatePrompts:
         self._rollouter, self._context = rollouter, context
         self._warned = False
 
-    def passes(self, error: UnopenedEpisode) -> bool:
+    def skips(self, error: UnopenedEpisode) -> bool:
         """Whether a prompt whose environment did not begin is skipped. With several ranks it may have begun on others."""
         if self._context.ranks.size > 1:
             return False

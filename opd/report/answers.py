@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from opd.common.files import lines_checked, read_lines
 
-STUDENT = "student"  # `who` of the student's answers
+STUDENT = "student"  # author of answers in answers.jsonl; for a teacher: teacher:NAME
 Marks = dict[tuple[str, str], bool | None]  # (prompt id, question) -> whether the answer was right
 
 

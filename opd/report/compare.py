@@ -116,18 +116,20 @@ def _over_seeds(runs: Sequence[Mapping[str, Any]], keys: Mapping[str, Sequence[A
         groups.setdefault(json.dumps(settings, sort_keys=True, default=str), []).append(number)
     found = []
     for shared, numbers in groups.items():
-        if len(numbers) > 1:
-            scores = {
-                domain: {"mean": statistics.fmean(values), "deviation": statistics.stdev(values), "n": len(values)}
-                for domain in dict.fromkeys(name for number in numbers for name in runs[number]["scores"])
-                if len(
-                    values := [runs[one]["scores"][domain]["score"] for one in numbers if domain in runs[one]["scores"]]
-                )
-                > 1
-            }
-            found.append(
-                {"runs": [runs[number]["name"] for number in numbers], "keys": json.loads(shared), "scores": scores}
-            )
+        if len(numbers) == 1:
+            continue
+        by_domain: dict[str, list[float]] = {}
+        for number in numbers:
+            for domain, score in runs[number]["scores"].items():
+                by_domain.setdefault(domain, []).append(score["score"])
+        scores = {
+            domain: {"mean": statistics.fmean(values), "deviation": statistics.stdev(values), "n": len(values)}
+            for domain, values in by_domain.items()
+            if len(values) > 1
+        }
+        found.append(
+            {"runs": [runs[number]["name"] for number in numbers], "keys": json.loads(shared), "scores": scores}
+        )
     return found
 
 

@@ -259,8 +259,10 @@ class Playing:
 
         for attempt in range(1, OPENINGS + 1):
             try:
-                late = environment.call_seconds
-                self._episode = unlimited(opened) if environment.inline else limited(opened, late, late=close_aside)
+                if environment.inline:
+                    self._episode = unlimited(opened)
+                else:
+                    self._episode = limited(opened, environment.call_seconds, late=close_aside)
                 break
             except Exception as error:  # an environment may raise anything
                 if _ends_run(error):

@@ -38,6 +38,7 @@ from opd.recipe.overrides import apply_override
 from opd.recipe.paths import read_resolved
 from opd.recipe.read import read_text
 from opd.records import Author, Prompt, RewardResult, Rollout, Sample, SampleRequest, Sampling, TokenSampler
+from opd.report.answers import STUDENT
 from opd.rewards import Rewards, check_rewards
 from opd.rewards.reward import AnyRewards
 from opd.rewards.rewarder import reward_warnings
@@ -257,9 +258,6 @@ def _cell(value: float | None, stderr: float | None) -> str:
 
 
 # --- What a stage measures on its held-out questions: the student, its teachers, and the average of their weights ---
-
-
-STUDENT = "student"  # author of answers in answers.jsonl; for a teacher: teacher:NAME
 
 
 class Evaluator:

@@ -100,7 +100,7 @@ def open_stage(
     rollouter = replace(rollouter, check_stop=context.check_stop, on_token=on_token)
     late = LatePrompts(spec, tokenizer, rollouter, context)
     fits = late.fits if checked.inputs.scanned.open_ended else None
-    stream.leave_out(checked.inputs.scanned.unusable, fits, late.passes)
+    stream.leave_out(checked.inputs.scanned.unusable, fits, late.skips)
     rewards = _rewards(spec, checked, store, tokenizer, stop_ids, ranks, context)
     maker = BatchMaker(spec, stream, rollouter, rewards, scorer, samplers, store, ranks, student)
     producer: Producer = AheadProducer(maker, threads, device) if spec.rollout.staleness else InlineProducer(maker)

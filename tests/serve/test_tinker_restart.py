@@ -184,9 +184,9 @@ def train(server: TinkerCalls) -> tuple[bytes, int]:
         for number, each in enumerate(drawn["sequences"]):
             ids = [*IDS, *each["tokens"].tolist()]
             scored = server.sample(teacher, ids, 4 * step + number, prompt_logprobs=True, params={"max_tokens": 1})
-            behind = [0.0] * (len(IDS) - 1)
-            advantages = [*behind, *(scored["prompt_logprobs"][len(IDS) :] - each["logprobs"])]
-            inputs = {"target_tokens": ids[1:], "logprobs": [*behind, *each["logprobs"]], "advantages": advantages}
+            unsampled = [0.0] * (len(IDS) - 1)
+            advantages = [*unsampled, *(scored["prompt_logprobs"][len(IDS) :] - each["logprobs"])]
+            inputs = {"target_tokens": ids[1:], "logprobs": [*unsampled, *each["logprobs"]], "advantages": advantages}
             data.append((ids[:-1], inputs))
         for half in (data[:2], data[2:]):
             seq += 1

@@ -205,11 +205,8 @@ class Service:
         owners: int = 1,
     ) -> None:  # fmt: skip
         self.bases, self.checkpoints, self.limits = bases, checkpoints, limits
-        self._batch_tokens, self._most, self._clients = (
-            batch_tokens,
-            max(1, waiting // owners),
-            max(1, CLIENTS // owners),
-        )
+        self._batch_tokens = batch_tokens
+        self._most, self._clients = max(1, waiting // owners), max(1, CLIENTS // owners)
         self.seconds, self.tokens = defaultdict[str, float](float), Counter[str]()
         self._sessions: dict[str, Session] = {}
         self._jobs: dict[str, tuple[Session, QueuedRequest]] = {}
@@ -561,10 +558,8 @@ class Service:
                     400, f"{found.path} has LoRA rank {saved.rank}, this client has {client.rank}; 0: all weights"
                 )
             client.ready().restore(found.tensors(), saved.updates, body.optimizer)
-            client.broken, client.since = (
-                None,
-                SNAPSHOT_SECONDS,
-            )  # what was loaded may be gone when a restart repeats this
+            client.broken = None
+            client.since = SNAPSHOT_SECONDS  # what was loaded may be gone when a restart repeats this
             return {"path": found.path, "model_id": client.id, "type": "load_weights"}
 
         return self._ordered("load_weights", owner, body.model_id, body.seq_id, raw, run, changes=True)
